@@ -12,10 +12,31 @@ from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward
 
 
 class ModuleBoundary(LayerBoundary):
-    """The boundary of a layer of any PyTorch model. ``torch.compile`` leaves the layer uncompiled."""
+    """The boundary of a layer of any PyTorch model. ``torch.compile`` leaves the layer uncompiled.
+
+    A layer that calls itself is one layer: the calls within a call have no boundary.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_running = False
+        self._own_forward = self._inner
+        self._inner = self._run_own
+
+    def _run_own(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_running = True
+        try:
+            return self._own_forward(*args, **kwargs)
+        finally:
+            self._is_running = False
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_running:
+            return self._own_forward(*args, **kwargs)
+        return self._run_bounded(*args, **kwargs)
+
+    def _run_bounded(self, *args: Any, **kwargs: Any) -> Any:
         # The boundary's hooks would hide the layer from the checkpoint, which would save all and recompute nothing.
         if in_checkpoint():
             if self._position.swapped:

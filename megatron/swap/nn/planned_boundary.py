@@ -86,8 +86,7 @@ class PlannedBoundary(ModuleBoundary):
         super().__init__(number, module, saved_tensors, position, options)
         self._make_packer = self._repeats.packer
 
-    @torch.compiler.disable
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_bounded(self, *args: Any, **kwargs: Any) -> Any:
         if in_checkpoint() or (in_backward() and torch.is_grad_enabled()):
             raise UsageError(
                 f"{type(self.module).__name__} runs inside an activation checkpoint of the model, and memory_gib plans "
@@ -111,7 +110,7 @@ class PlannedBoundary(ModuleBoundary):
             self.set_position(run.position, checkpoint if run.is_whole or self._like else None)
             self._note_sources(run, args, kwargs)
         try:
-            return super()._forward(*args, **kwargs)
+            return super()._run_bounded(*args, **kwargs)
         finally:
             self._records = None
             self._repeats.drop_packer()

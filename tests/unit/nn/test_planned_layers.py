@@ -18,7 +18,7 @@ from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.common.types import UsageError
 from megatron.swap.nn import planned_boundary
 from megatron.swap.nn.run_snapshot import RunSnapshot
-from tests.plain_loop import WIDTH, Mlp, loss_of, mlps, rows, train
+from tests.plain_loop import WIDTH, Mlp, assert_equal, loss_of, mlps, rows, train
 from tests.planned_loop import QUIET, assert_planned
 
 
@@ -145,6 +145,30 @@ def test_layers_are_recomputed_as_often_as_backward_needs_them(make: Callable[[]
         assert isinstance(swapped, swap.PlannedActivations)
         recompute_all(swapped)
         assert train(model, num_steps=2, backward=backward).same_as(plain)
+
+
+class Recursive(Mlp):
+    """A layer that runs three times, by calling itself twice in a call."""
+
+    def forward(self, hidden: torch.Tensor, is_outer: bool = True) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        return self(self(hidden, False), False) if is_outer else hidden
+
+
+def recursive() -> nn.Sequential:
+    return nn.Sequential(*(Recursive() for _ in range(4)))
+
+
+def test_a_layer_that_calls_itself_is_one_layer() -> None:
+    assert_equal(recursive)
+    assert_planned(recursive, fractions=(0.6,))
+    torch.manual_seed(7)
+    model = recursive()
+    plain = train(copy.deepcopy(model), num_steps=2)
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        assert isinstance(swapped, swap.PlannedActivations)
+        recompute_all(swapped)
+        assert train(model, num_steps=2).same_as(plain)
 
 
 def test_a_tensor_that_is_changed_after_the_layer_is_refused() -> None:
