@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import count
 from statistics import median
 from typing import Literal
 
@@ -391,8 +392,9 @@ def _whole_layer(
     unsaved: tuple[SiteProfile, ...] = ()
     if num_bytes:
         is_ineligible = is_held or num_bytes < min_mib * MIB
-        name, mib = f"{CHECKPOINT_PATH}/0", num_bytes / MIB
-        unsaved = (SiteProfile(name, mib, 0.0, 0.0, backward_ms, is_ineligible=is_ineligible),)
+        names = (f"{CHECKPOINT_PATH}/{number}" for number in count())  # operators may be recomputed from other inputs
+        free, mib = next(name for name in names if all(name != site.site for site in sites)), num_bytes / MIB
+        unsaved = (SiteProfile(free, mib, 0.0, 0.0, backward_ms, is_ineligible=is_ineligible),)
     if not frees or not (inputs or unsaved):
         return None
     # Temporaries of backward have what is saved outside the layers already.

@@ -73,7 +73,7 @@ class _Live:
 
 
 class Observer:
-    """Counts the bytes of the storages that pass through its hooks, parameters excepted.
+    """Counts the bytes of the storages that pass through its hooks, except for parameters and sparse tensors.
 
     Args:
         is_always_on: count in all steps; else only in those that ``count_steps`` asks for.
@@ -164,7 +164,7 @@ class Observer:
 
     def _note(self, tensor: torch.Tensor) -> _Live | None:
         """Note that the storage of ``tensor`` is on the device; return ``None`` if it does not count."""
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata

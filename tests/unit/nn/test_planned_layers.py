@@ -147,6 +147,37 @@ def test_layers_are_recomputed_as_often_as_backward_needs_them(make: Callable[[]
         assert train(model, num_steps=2, backward=backward).same_as(plain)
 
 
+class TwoStates(nn.Module):
+    """A layer of two hidden states, none of which its operators save; what it feeds to ``mix`` can be made from one and
+    from a sum that a dropped output has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, states: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = states
+        both = first + second
+        mixed = torch.cat([both, first], -1)[:, ::2]
+        nn.functional.layer_norm(both, (WIDTH,))
+        result = self.mix(mixed)
+        second = self.mix(result)
+        return nn.functional.layer_norm(first + second + self.out(result), (WIDTH,)), second
+
+
+class OfTwoStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(TwoStates() for _ in range(5)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.layers((hidden, hidden))[0]
+
+
+def test_layers_of_two_hidden_states_that_they_do_not_save() -> None:
+    assert_planned(OfTwoStates, fractions=(0.7,), tolerance=0.1)
+
+
 class Recursive(Mlp):
     """A layer that runs three times, by calling itself twice in a call."""
 

@@ -44,6 +44,16 @@ def test_parameters_and_views_of_them_do_not_count():
     del output
 
 
+def test_sparse_tensors_do_not_count():
+    """They have no storage of their own."""
+    observer = Observer()
+    with observer.context(nn.Module()):
+        sparse = torch.eye(64).to_sparse().requires_grad_()
+        output = torch.sparse.mm(sparse, batch().requires_grad_())  # saves both
+    assert observer.live_bytes == NUM_BYTES
+    output.sum().backward()
+
+
 def test_a_graph_that_is_thrown_away_is_freed():
     observer = Observer()
     with observer.context(nn.Module()):
