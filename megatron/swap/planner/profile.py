@@ -295,6 +295,13 @@ class Profile:
             raise UsageError(f"pipeline: chunks: must hold the layers of this rank, {sorted(here)}, each once.")
         if not 0 <= self.pipeline.rank < self.pipeline.size:
             raise UsageError(f"pipeline: rank {self.pipeline.rank} of {self.pipeline.size}: must be 0 to size - 1.")
+        if self.pipeline.size > 1 and len(self.pipeline.chunks) > 1 and self.num_micro_batches % self.pipeline.size:
+            raise UsageError(
+                f"micro-batches a step: {self.num_micro_batches} is given; with virtual pipeline stages it must be a "
+                f"multiple of the {self.pipeline.size} stages. Set --global-batch-size to a multiple of "
+                f"{self.pipeline.size} x --micro-batch-size x data-parallel replicas. Megatron's other groups of "
+                "micro-batches are not planned."
+            )
 
     @property
     def fragments_gib(self) -> float:

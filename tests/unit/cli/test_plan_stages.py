@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.swap.cli.main import main
 from megatron.swap.planner.gpus import GPUS
 from megatron.swap.planner.options import FULL, NOTHING, PLANNED, STATE, Option
 from megatron.swap.planner.stages import decide, planned_ranks
@@ -118,3 +119,12 @@ def test_no_shorter_step_is_advised_if_the_kept_state_fills_the_gpu(capsys: pyte
     assert "shorter" not in verdict
     assert "smaller" not in verdict
     assert rows(table)[STATE][-2] == "no"
+
+
+@pytest.mark.parametrize(("batch", "given"), [("", 1), ("--global-batch-size 7", 7)])
+def test_virtual_stages_want_a_multiple_of_the_stages(
+    capsys: pytest.CaptureFixture[str], batch: str, given: int
+) -> None:
+    flags = f"{FLAGS} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {batch}"
+    assert main(["plan", *f"--gpu h200 -- {flags}".split()]) == 1
+    assert capsys.readouterr().err.startswith(f"error: micro-batches a step: {given} is given; with virtual pipeline")
