@@ -133,7 +133,7 @@ def test_other_layers(trainer: Trainer, flags: str) -> None:
 def test_times_are_those_of_steps_that_nobody_records(trainer: Trainer, batch: int) -> None:
     """The case has more micro-batches than the footprint needs."""
     run = budgeted(trainer, f"--global-batch-size {batch}", 0.7, more="--swap-save-profile profile.json")
-    assert load_profile(run.directory / "profile.json").source.endswith("GiB, timed in 3 others")
+    assert load_profile(run.directory / "profile.json").source.endswith("GiB, timed in 3 other steps")
     swapped = [step["swapped_out_bytes"] for step in run.summary["steps"]]
     assert 0 < max(swapped[3:7]) < min(swapped[:3])  # inputs of layers alone
 

@@ -113,7 +113,7 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording], of_ho
         return profile
     forward_ms, backward_ms, optimizer_ms = _non_layer_times(steps, layers, profile.num_micro_batches, profile.pipeline)
     non_layer = replace(profile.non_layer, forward_ms=forward_ms, backward_ms=backward_ms, optimizer_ms=optimizer_ms)
-    source = f"{profile.source}, timed in {len(steps)} others"
+    source = f"{profile.source}, timed in {len(steps)} other step{"s" if len(steps) > 1 else ""}"
     return replace(profile, source=source, layers=tuple(layers), non_layer=non_layer)
 
 
