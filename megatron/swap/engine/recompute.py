@@ -66,7 +66,7 @@ class Recomputer:
     Attributes:
         refused: the first reason for each site that the policy recomputes but that cannot be recomputed.
         spared_bytes: bytes recomputed instead of kept, by producer, since the start.
-        unwatched: while the operators of the running layer are watched, makes a context for those that do not count.
+        is_watched: a dispatch mode watches the operators of the running layer.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Recomputer:
     ) -> None:
         self.refused: dict[Site, str] = {}
         self.spared_bytes: Counter[str] = Counter()
-        self.unwatched: Callable[[], AbstractContextManager[None]] | None = None
+        self.is_watched = False
         self._device = device
         self._decider = decider
         self._counters = counters
@@ -450,10 +450,7 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
 
 def is_cast_automatically(device_type: str) -> bool:
     """Whether autocast may cast inputs of the function that runs: what it computes is not a function of them alone."""
-    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
-
-
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _joined(record: ProducerRecord, group: Group, packing: Packing) -> tuple[Any, ...]:

@@ -337,10 +337,10 @@ class LayerPacker:
         self._recomputer = recomputer if recomputer is not None and recomputer.is_recording else None
 
     def pack_unwatched(self, tensor: torch.Tensor) -> Packed:
-        """Return the packed form of ``tensor``. Whoever watches the layer's operators does not see the engine's own."""
-        if self._recomputer is None or self._recomputer.unwatched is None or type(tensor) not in PLAIN:
+        """Return the packed form of ``tensor``. Modes that watch the layer's operators do not see the engine's own."""
+        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) not in PLAIN:
             return self.pack(tensor)
-        with self._recomputer.unwatched():
+        with torch._C._DisableTorchDispatch():
             return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Packed:

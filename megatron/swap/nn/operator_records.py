@@ -69,15 +69,6 @@ class OperatorOrder:
         return bisect_right(self.firsts, number) - 1
 
 
-def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """Return ``function`` such that Dynamo compiles neither it nor what it calls."""
-    if not hasattr(eval_frame, "_FrameExecStrategy"):
-        return torch.compiler.disable(function)
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    eval_frame.set_code_exec_strategy(function.__code__, skip)
-    return function
-
-
 class _Mode(TorchDispatchMode):
     """Sees the operators of this thread while active.
 
@@ -93,7 +84,8 @@ class _Mode(TorchDispatchMode):
         # Neither the mode nor what it calls is compiled. PyTorch's own way, a wrapper, takes the host longer.
         dispatch = vars(cls).get("__torch_dispatch__")
         if dispatch is not None and not cls._should_skip_dynamo():
-            uncompiled(dispatch)
+            skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+            eval_frame.set_code_exec_strategy(dispatch.__code__, skip)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -114,12 +106,12 @@ class _Mode(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Self:
-        self._recomputer.unwatched = torch._C._DisableTorchDispatch
+        self._recomputer.is_watched = True
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._recomputer.unwatched = None
+        self._recomputer.is_watched = False
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the storage of ``tensor``; ``None``: it has none."""
@@ -215,7 +207,7 @@ class OperatorFollower(_Mode):
     def with_versions(self) -> AbstractContextManager[Any]:
         """Return a context in which aliases of tensors detect changes in place."""
         if self._keys is None:
-            self._keys = keys_with_versions()
+            self._keys = _keys_with_versions()
         return torch._C._ForceDispatchKeyGuard(*self._keys)
 
 
@@ -400,7 +392,7 @@ def part_of(function: Callable[..., Any], number: int) -> Callable[..., Any]:
     return lambda *given: function(*given)[number]
 
 
-def keys_with_versions() -> tuple[Any, Any]:
+def _keys_with_versions() -> tuple[Any, Any]:
     """Return dispatch keys with which ``detach`` shares the version counter, by which changes in place are seen.
 
     Below autograd, where a mode runs, PyTorch leaves out the key that makes views share it.

@@ -26,7 +26,7 @@ from megatron.swap.nn.alike_runs import AlikeRuns, kind_of
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
-from megatron.swap.nn.operator_repeats import OperatorRepeats, RepeatedRuns
+from megatron.swap.nn.operator_repeats import RepeatedRuns
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
@@ -205,9 +205,9 @@ class PlannedBoundary(ModuleBoundary):
         if order is None or self.is_first_step:
             return self._run_watched(recomputer, args, kwargs)
         assert self._sources is not None  # noted as the layer was called
-        mode: OperatorFollower | OperatorRepeats
+        mode: OperatorFollower
         if self._repeats.is_repeating:
-            mode = self._repeats.recording(recomputer, self._sources)
+            mode = self._repeats.mode(recomputer, self._sources, order)
         else:
             tensors, wanted = self._tensors_before(args, kwargs), self._wanted.get(self.layer)
             mode = self._records = OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted)

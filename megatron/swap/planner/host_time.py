@@ -4,8 +4,8 @@ The engine watches a layer's operators while some of them are recorded, and pack
 the GPU less time than that takes the host. Costs are in multiples of the layer's own time on the host, so that they
 follow its speed. They are of a Qwen3 layer of transformers on the host of an H200, where they predicted two runs to 1 %
 (docs/results: any-model). Since then layers repeat an earlier run's decisions. On a CPU that lowered the work for
-recomputation to 0.6 to 0.75 of what it was (host-time.json), so ``RECOMPUTED_SITE`` is two thirds of the first one.
-Operators are followed in C++ now, which takes a CPU a seventh of the time that the mode took; so does ``WATCH``.
+recomputation to 0.6 to 0.75 of what it was (host-time.json), so ``WATCH`` and ``RECOMPUTED_SITE`` are two thirds of
+the first ones.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron.swap.common.types import Action
 
 HOOKS = 0.7
 """Hooks that keep all that the layer saves."""
-WATCH = 0.09
-"""Following the layer's operators: where any is recomputed."""
+WATCH = 0.6
+"""A mode that sees the layer's operators: where any is recomputed."""
 RECOMPUTED_SITE = 0.065
 """Recording the operators behind a site, and deciding about it."""
 SWAPPED_SITE = 0.14

@@ -20,10 +20,9 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine import offload
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.engine.repeated_run import RunMemo
 from megatron.swap.nn import operator_records, planned_activations, planned_boundary
 from megatron.swap.nn.operator_records import Kind, OperatorRecords, OperatorWatch, kind_of
-from megatron.swap.nn.operator_repeats import OperatorRepeats, Repeat
+from megatron.swap.nn.operator_repeats import OperatorRepeats
 from megatron.swap.planner.profile import Link
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
@@ -155,7 +154,7 @@ def test_operators_of_the_engine_change_nothing_of_the_layer(monkeypatch: pytest
 
 def test_addresses_are_not_used_again() -> None:
     """Memory that takes the place of an output is not that output."""
-    recomputer = SimpleNamespace(unwatched=None)
+    recomputer = SimpleNamespace(is_watched=False)
     with OperatorWatch(recomputer, []) as watch:  # type: ignore[arg-type]
         for _ in range(100):
             torch.ones(4).add(1)
@@ -327,16 +326,11 @@ def test_the_mode_itself_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     with OperatorRecords(recomputer, 0, {}, watch.order, [value]) as records:  # type: ignore[arg-type]
         compiled(value)
     assert records.is_as_watched
-    repeat = Repeat.of(RunMemo(makers={0: (), 1: ()}), watch.order)
-    assert repeat is not None
-    for is_as_watched in (False, True):  # without a mode it is compiled anew, which runs operators, too
-        recomputer.num_repeated = 0
-        with OperatorRepeats(recomputer, 0, {}, recomputer, repeat) as repeats:  # type: ignore[arg-type]
-            compiled(value)
-        assert (repeats.is_as_watched, recomputer.num_repeated) == (is_as_watched, 2 * is_as_watched)
-    modes = (OperatorWatch, OperatorRecords)
+    with OperatorRepeats(recomputer, 0, {}, watch.order, recomputer, {}) as repeats:  # type: ignore[arg-type]
+        compiled(value)
+    assert repeats.is_as_watched
+    modes = (OperatorWatch, OperatorRecords, OperatorRepeats)
     codes = [inspect.unwrap(mode.__torch_dispatch__).__code__ for mode in modes]
-    codes += [OperatorRepeats._record.__code__, OperatorRepeats._record_part.__code__]
     codes += [function.__code__ for _, function in inspect.getmembers(operator_records, inspect.isfunction)]
     assert not any(map(_debug_get_cache_entry_list, codes))
     assert _debug_get_cache_entry_list(broken.__code__)
@@ -389,14 +383,11 @@ def test_a_storage_that_is_written_later_is_not_read_again() -> None:
 
 
 class RecordSpy:
-    unwatched = None
-    num_recorded = num_repeated = 0
+    is_watched = False
+    num_recorded = 0
 
     def record_made(self, *_: Any) -> None:
         self.num_recorded += 1
-
-    def record(self, *_: Any) -> None:
-        self.num_repeated += 1
 
 
 def of_autocast(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:

@@ -24,12 +24,6 @@ FORWARD_MS = 2.0
 SMALL = tuple(f"norm/{number}" for number in range(4))
 
 
-@pytest.fixture
-def slow_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Following operators takes the host much longer than recording one."""
-    monkeypatch.setattr(host_time, "WATCH", 0.6)
-
-
 def entry(layers: tuple[int, ...], host_ms: float) -> LayerClass:
     """Layers that save 80 MiB: a large site, four small ones, and an input. All but the input may be made again."""
     sites = (
@@ -98,7 +92,7 @@ def test_more_hooks_take_the_host_longer() -> None:
     assert step_ms(0.5) == pytest.approx(step_ms(0.0) + 5 * 2 * 0.5)
 
 
-@pytest.mark.parametrize(("host_ms", "most"), [(0.0, 1.0), (0.6, 1.0), (1.0, 1.02), (1.4, 1.015), (2.0, 1.065)])
+@pytest.mark.parametrize(("host_ms", "most"), [(0.0, 1.0), (0.6, 1.0), (1.0, 1.02), (1.4, 1.0), (2.0, 1.065)])
 @pytest.mark.parametrize(("room", "micro_batches"), [(0.2, 1), (0.5, 1), (0.8, 1), (0.5, 2)])
 def test_the_solver_finds_what_plans_offer(host_ms: float, most: float, room: float, micro_batches: int) -> None:
     """At 2 ms the host takes as long as the device for a layer alone. There the search misses the best by up to 6 %."""
@@ -128,7 +122,6 @@ def test_the_work_of_the_host_is_spread_over_layers(room: float) -> None:
         assert found.prediction.step_ms <= 1.005 * bound_ms
 
 
-@pytest.mark.usefixtures("slow_watch")
 def test_swapped_sites_go_where_the_device_waits_least() -> None:
     """Beside a layer's forward the host can swap two sites. The first layer recomputes, which takes it longer."""
     (kind,) = made(FORWARD_MS / (1 + HOOKS + 2.5 * SWAPPED_SITE), 4).layers
@@ -138,7 +131,6 @@ def test_swapped_sites_go_where_the_device_waits_least() -> None:
     assert swapped == [set(), {"norm/2", "mlp/0", "norm/1"}, {"norm/2", "mlp/0"}, {"norm/2", "norm/1"}]
 
 
-@pytest.mark.usefixtures("slow_watch")
 def test_few_large_sites_are_better_than_many_small_ones() -> None:
     """Without the host's time the small ones cost less."""
 
