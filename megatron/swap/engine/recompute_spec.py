@@ -52,6 +52,11 @@ class RecomputeSpec:
         self.num_unpacked = 0
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether it is not known yet what the storage is recomputed from. Until then the storage is alive."""
+        return not self.inputs and self.fallback is None
+
+    @property
     def label(self) -> str:
         """The spec's name in ranges and recordings."""
         unsaved = f"+{self.number}" if self.number else ""

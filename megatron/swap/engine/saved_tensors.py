@@ -200,7 +200,8 @@ class SavedTensors:
         """
         packer = (make_packer or LayerPacker)(self, where, constants, {} if sources is None else sources)
         pack = packer.pack if sources is None else packer.pack_unwatched
-        return self._enter(Hooks(pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
+        unpack = self.unpack if sources is None else self._unpack_unwatched
+        return self._enter(Hooks(pack, unpack), Hooks(packer.pack_cache, unpack), weight_shapes)
 
     def keeping(
         self, group: Group, constants: Collection[int], weight_shapes: Collection[torch.Size]
@@ -250,6 +251,13 @@ class SavedTensors:
     def counting(self) -> AbstractContextManager[Any]:
         """Return a context in which what the present hooks hold is counted: a checkpoint's, while it recomputes."""
         return nullcontext() if self.observer is None else _Counting(self.observer)
+
+    def _unpack_unwatched(self, packed: Packed) -> torch.Tensor:
+        """Return the same as ``unpack``. Modes that watch a layer see nothing of it: it may take a gradient itself."""
+        if self.recomputer is None or not self.recomputer.is_watched:
+            return self.unpack(packed)
+        with torch._C._DisableTorchDispatch():
+            return self.unpack(packed)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor as it was saved: same bytes, offset, shape and stride.

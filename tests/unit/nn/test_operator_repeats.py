@@ -123,8 +123,17 @@ def set_all(run: Run, name: str, value: object) -> None:
             setattr(layer, name, value)
 
 
+class Sloped(Layer):
+    """A layer that takes a gradient in its forward, which unpacks what is about to be recomputed."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().norm(hidden)
+        (slope,) = torch.autograd.grad((hidden.sin() * hidden).sum(), hidden, create_graph=True)
+        return torch.tanh(hidden) * slope
+
+
 @pytest.mark.parametrize("policy", [Mixed, pytest.param(AllRecomputed, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layer", [Layer, Rotary, Dropped, InPlace, Shared])
+@pytest.mark.parametrize("layer", [Layer, Rotary, Dropped, InPlace, Shared, Sloped])
 def test_equal_to_deciding(
     layer: Callable[[], nn.Module], policy: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
