@@ -289,9 +289,11 @@ def test_a_wait_that_is_missing_shows(forgotten: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(StateTransfers, "wait_for", nothing)
     else:
         monkeypatch.setattr(StateTransfers, "release_offloaded", release_without_a_wait)
-    for _ in range(3):
+    for num_steps in range(3, 40):  # delays are random, and a busy machine may wait by itself
         model.run()
-    assert not same(model.training.all(), alone(5))
+        if not same(model.training.all(), alone(num_steps)):
+            return
+    raise AssertionError("no step went wrong")
 
 
 def test_frees_nothing_twice() -> None:
