@@ -199,7 +199,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
 @pytest.mark.parametrize("method", ["wait_for", "release_offloaded"])
 def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Released memory is poisoned, and copies take time."""
-    right = Training(OPTIMIZERS["adamw"]).steps(5).all()
+    plain = Training(OPTIMIZERS["adamw"]).steps(1)
     training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(1)
     with_wait = getattr(training.transfers, method)
 
@@ -209,7 +209,8 @@ def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPat
             with_wait(*arguments)
 
     monkeypatch.setattr(training.transfers, method, without_wait)
-    assert not same(training.steps(4).all(), right)
+    # Delays are random, and a busy machine may wait by itself.
+    assert not all(same(training.steps(4).all(), plain.steps(4).all()) for _ in range(10))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
