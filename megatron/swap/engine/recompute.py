@@ -401,8 +401,10 @@ class Recomputer:
             VerifyError: with ``verify``, the bytes are not those that were saved.
         """
         spec.version_probe.check(str(spec.site))
-        if spec.is_undecided and (output := spec.output()) is not None:
-            return output  # the layer takes a gradient while it runs
+        if spec.is_undecided:  # the layer takes a gradient while it runs
+            output = spec.output()
+            assert output is not None
+            return output
         stream = self._device.current_stream()
         storage = spec.storage
         # Another stream recomputes its own copy: nothing orders it behind the first stream's kernel.

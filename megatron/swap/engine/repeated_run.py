@@ -137,7 +137,7 @@ class NotingPacker(LayerPacker):
 
     def _settled(self) -> tuple[int, ...]:
         """Note the specs that were decided since the last call, and return their outputs."""
-        decided = [spec for spec in self._pending if spec.inputs or spec.fallback is not None]
+        decided = [spec for spec in self._pending if not spec.is_undecided]
         self._pending = [spec for spec in self._pending if spec not in decided]
         for spec in decided:
             between: dict[int, RecomputeSpec] = {}

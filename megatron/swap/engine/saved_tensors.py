@@ -22,7 +22,7 @@ from megatron.swap.engine.sites import SiteNames
 from megatron.swap.engine.wrapper_tensors import WrapperRules, apart
 from megatron.swap.planner.recording import NonLayerStorage, SavedStorage
 from megatron.swap.profiling.footprint import FootprintMeter
-from megatron.swap.profiling.observer import Hooks, Observer
+from megatron.swap.profiling.observer import Hooks
 from megatron.swap.profiling.recorder import Recorder
 
 Record = SavedStorage | NonLayerStorage
@@ -250,7 +250,7 @@ class SavedTensors:
 
     def counting(self) -> AbstractContextManager[Any]:
         """Return a context in which what the present hooks hold is counted: a checkpoint's, while it recomputes."""
-        return nullcontext() if self.observer is None else _Counting(self.observer)
+        return nullcontext() if self.observer is None else self.observer.counting()
 
     def _unpack_unwatched(self, packed: Packed) -> torch.Tensor:
         """Return the same as ``unpack``. Modes that watch a layer see nothing of it: it may take a gradient itself."""
@@ -300,24 +300,6 @@ class SavedTensors:
         if keeping is not None and self._wrappers is not None:
             hooks = apart(self._wrappers, hooks, keeping, weight_shapes)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
-
-
-class _Counting(AbstractContextManager[None]):
-    """Counts what the hooks hold that are there when it begins. It may begin again, also before it has ended: a layer
-    that calls ``torch.autograd.grad`` is recomputed several times."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._begun: list[AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> None:
-        hooks = self._observer.around(Hooks(*torch._C._autograd._top_saved_tensors_default_hooks(False)))
-        context = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
-        context.__enter__()
-        self._begun.append(context)
-
-    def __exit__(self, *error: Any) -> None:
-        self._begun.pop().__exit__(*error)
 
 
 class LayerPacker:

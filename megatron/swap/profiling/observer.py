@@ -140,6 +140,10 @@ class Observer:
         hooks = self.around(PLAIN)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
+    def counting(self) -> AbstractContextManager[None]:
+        """Return a context in which what the present hooks hold is counted."""
+        return _Counting(self)
+
     def note(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor``, which autograd has not saved: a reload's buffer, or what is made again from
         it."""
@@ -193,3 +197,21 @@ class Observer:
         self.saved_bytes += num_bytes
         held_bytes, saved_bytes = self._step_peaks
         self._step_peaks = StepPeaks(held_bytes, max(saved_bytes, self.saved_bytes))
+
+
+class _Counting(AbstractContextManager[None]):
+    """Counts what the hooks hold that are there when it begins. It may begin again, also before it has ended: a layer
+    that calls ``torch.autograd.grad`` is recomputed several times."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._begun: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        hooks = self._observer.around(Hooks(*torch._C._autograd._top_saved_tensors_default_hooks(False)))
+        context = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+        context.__enter__()
+        self._begun.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._begun.pop().__exit__(*error)

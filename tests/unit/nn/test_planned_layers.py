@@ -178,6 +178,46 @@ def test_layers_of_two_hidden_states_that_they_do_not_save() -> None:
     assert_planned(OfTwoStates, fractions=(0.7,), tolerance=0.1)
 
 
+class DoubleStream(nn.Module):
+    """A block of a diffusion transformer: two streams of tokens with weights of their own, and attention over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(WIDTH, 2 * WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.mlps = nn.ModuleList(Mlp() for _ in range(2))
+
+    def forward(
+        self, image: torch.Tensor, text: torch.Tensor, time: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        factor, shift = self.scale(nn.functional.silu(time)).chunk(2, -1)
+        normed = [norm(stream) * (1 + factor) + shift for norm, stream in zip(self.norms, (image, text), strict=True)]
+        joint = torch.cat([qkv(one) for qkv, one in zip(self.qkv, normed, strict=True)], 1)
+        heads = [part.unflatten(-1, (2, -1)).transpose(1, 2) for part in joint.chunk(3, -1)]
+        attended = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        of_image, of_text = attended.split([image.shape[1], text.shape[1]], 1)
+        return self.mlps[0](image + of_image), self.mlps[1](text + of_text)
+
+
+class OfStreams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.time = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(DoubleStream() for _ in range(6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        image, text, time = self.image(tokens), self.text(tokens[:, :16]), self.time(tokens[:, :1])
+        for layer in self.layers:
+            image, text = layer(image, text, time)
+        return image + text.mean()
+
+
+@pytest.mark.slow
+def test_blocks_of_two_streams() -> None:
+    assert_planned(OfStreams, lambda step: rows(step).view(1, 16, WIDTH).repeat(2, 4, 1))
+
+
 class Recursive(Mlp):
     """A layer that runs three times, by calling itself twice in a call."""
 
