@@ -39,19 +39,24 @@ def evenly(chosen: int, layers: int) -> set[int]:
     return {number * layers // chosen for number in range(chosen)}
 
 
-def build(shape: str, num_layers: int | None, device_layers: int | None) -> tuple[Any, list[nn.Module]]:
+def build(
+    shape: str, num_layers: int | None, device_layers: int | None, fused_norms: bool = False
+) -> tuple[Any, list[nn.Module]]:
     """Return a model of transformers, frozen and without values, and its layers whose weights are in host memory.
 
     Args:
         shape: one of ``SHAPES``.
         num_layers: default: as the shape.
         device_layers: layers whose weights are on the device, as are embedding and head; default: all.
+        fused_norms: replace transformers' RMS norms, six operators each, by PyTorch's, one kernel.
     """
     family, sizes = SHAPES[shape]
     config = family(**{**sizes, **({} if num_layers is None else {"num_hidden_layers": num_layers})})
     config.dtype = torch.bfloat16
     with accelerate.init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if fused_norms:
+        _fuse_norms(model)
     layers = list(model.model.layers)
     on_device = evenly(len(layers) if device_layers is None else device_layers, len(layers))
     for number, layer in enumerate(layers):
@@ -60,6 +65,14 @@ def build(shape: str, num_layers: int | None, device_layers: int | None) -> tupl
         module.to_empty(device=DEVICE)
     model.model.rotary_emb.to(DEVICE)
     return model.requires_grad_(False), [layer for number, layer in enumerate(layers) if number not in on_device]
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, norm in module.named_children():
+            if type(norm).__name__.endswith("RMSNorm"):
+                size, eps = norm.weight.shape, norm.variance_epsilon
+                setattr(module, name, nn.RMSNorm(size, eps, device="meta", dtype=norm.weight.dtype))
 
 
 @torch.no_grad()

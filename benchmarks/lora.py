@@ -9,7 +9,8 @@ weights; adapters of bf16 on all linear layers of attention and MLP; one sequenc
 chunks. Layers are checkpointed by transformers. ``--activations offload`` has transformers copy the checkpoints to
 host memory. ``--activations 0-79`` swaps the checkpoints of layers 0 to 79; with transformers before 5.23 that is
 refused, because layers run inside a checkpoint as a whole. ``--activations 60.0`` plans the activations for a budget of
-60 GiB, in place of checkpointing. ``--attention cudnn`` has PyTorch take cuDNN's attention in place of its own.
+60 GiB, in place of checkpointing. ``--attention cudnn`` has PyTorch take cuDNN's attention in place of its own, and
+``--norms torch`` replaces transformers' RMS norms by ``torch.nn.RMSNorm``, one kernel.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--chunk", type=int, default=2048, help="tokens whose logits exist at once")
     options.add_argument("--attention", choices=("default", "cudnn"), default="default")
+    options.add_argument("--norms", choices=("transformers", "torch"), default="transformers", help="RMS norms")
     options.add_argument("--rank", type=int, default=16)
     options.add_argument("--steps", type=int, default=4, help="to time, after two others, or once a plan is chosen")
     options.add_argument(
@@ -60,7 +62,7 @@ def is_budget(activations: str) -> bool:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the row."""
     start = time.perf_counter()
-    model, host_layers = build(options.shape, options.layers, options.device_layers)
+    model, host_layers = build(options.shape, options.layers, options.device_layers, options.norms == "torch")
     chosen = options.activations
     if not is_budget(chosen):
         model.gradient_checkpointing_enable(CHECKPOINT, offload=chosen == OFFLOAD)
@@ -93,7 +95,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         losses = [step().item() for _ in range(2)]
         settle(step, activations, len(losses))
         ms = timed(step, options.steps)
-        given = ("shape", "tokens", "activations", "attention", "rank")
+        given = ("shape", "tokens", "activations", "attention", "norms", "rank")
         row: dict[str, Any] = {name: getattr(options, name) for name in given}
         row |= {"layers": len(model.model.layers), "device_layers": len(model.model.layers) - len(host_layers)}
         row |= {"tokens_per_s": round(1e3 * options.tokens / ms, 1), "ms": round(ms, 1), **peaks(), "losses": losses}

@@ -15,19 +15,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT, facts, now
+from benchmarks.runner.launch import CPU_ENVIRONMENT, LONE_RANK
 from benchmarks.soak import loops, trainer
-from benchmarks.soak.meters import changes, curve, read_samples
+from benchmarks.soak.meters import Metrics, changes, curve, read_samples
 from megatron.swap.common.leftovers import own_folder
 from megatron.swap.common.records import write_text
 
-LONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": "0"}  # fmt: skip
-CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+CPU = {**CPU_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
 PLAIN = "--swap-layers none"
 TRAINED = {
     "planned": "--swap-memory-gib 0.0017 --swap-oom-guard --swap-cpu-memory-gib 1 --swap-optimizer 0.5 "
@@ -36,6 +35,7 @@ TRAINED = {
                "--swap-disk-dir {folder}",
 }  # fmt: skip
 """The flags of each case of Megatron's trainer."""
+CYCLE = trainer.Job(trainer.LENGTHS).cycle
 LEAST_CYCLES = 9
 """Cycles of steps that each third has to have, behind the warm-up, together."""
 MOST_POINTS = 200
@@ -50,18 +50,25 @@ class Process:
         owner: the descriptor of the lock of a folder around it. While the process runs, nobody removes that folder.
         module: what runs.
         arguments: behind the paths of samples and result.
+        environment: variables of the device.
     """
 
-    def __init__(self, folder: Path, owner: int, module: str, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, owner: int, module: str, arguments: Sequence[str], environment: Mapping[str, str] = CPU
+    ) -> None:
         folder.mkdir()
         self._folder = folder
-        env = {**os.environ, **LONE_RANK, **CPU, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+        env = {**os.environ, **LONE_RANK, **environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
         command = [sys.executable, "-m", module, f"{folder}/samples", f"{folder}/result", *arguments]
         self._began = time.monotonic()
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
                 command, cwd=folder, env=env, stdout=log, stderr=log, pass_fds=(owner,)
             )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def end(self) -> dict[str, Any]:
         """Wait for the process and return what it has found.
@@ -88,9 +95,10 @@ class Process:
 def run_case(case: str, num_steps: int, folder: Path, owner: int) -> dict[str, Any]:
     """Run a case with swapping and without, side by side, and return its row. ``owner``: as of ``Process``."""
     if case in TRAINED:
-        swap, cycle = TRAINED[case].format(folder=folder), trainer.CYCLE
+        swap, cycle = TRAINED[case].format(folder=folder), CYCLE
+        job = trainer.Job(trainer.LENGTHS)
         given = [
-            (trainer.__name__, [*trainer.flags(num_steps, folder / kind / "saved"), *words.split()])
+            (trainer.__name__, [job.to_json(), *trainer.flags(num_steps, folder / kind / "saved"), *words.split()])
             for kind, words in (("swapped", swap), ("plain", PLAIN))
         ]
         flags = TRAINED[case].format(folder="FOLDER")
@@ -105,11 +113,22 @@ def run_case(case: str, num_steps: int, folder: Path, owner: int) -> dict[str, A
     finally:
         for process in processes:
             process.kill()
-    samples = processes[0].samples()
-    losses, expected = swapped.pop("losses"), plain["losses"]
+    is_whole = len(swapped["losses"]) == len(plain["losses"]) == num_steps
+    row = as_row(case, flags, cycle, swapped, plain, processes[0].samples())
+    return {**row, "losses_equal": row["losses_equal"] and is_whole}
+
+
+def as_row(
+    case: str, flags: str, cycle: int, swapped: dict[str, Any], plain: dict[str, Any], samples: Sequence[Metrics]
+) -> dict[str, Any]:
+    """Return the row of a run with swapping, of its samples and of a run without. Where one has more steps, the losses
+    of all steps that both have are compared."""
+    losses = swapped.pop("losses")
+    num_compared = min(len(losses), len(plain["losses"]))
     return {
-        "case": case, "flags": flags, "num_steps": num_steps, "cycle": cycle, **swapped,
-        "losses_equal": losses == expected and len(losses) == num_steps,
+        "case": case, "flags": flags, "num_steps": len(losses), "cycle": cycle, **swapped,
+        "num_compared": num_compared,
+        "losses_equal": num_compared > 0 and losses[:num_compared] == plain["losses"][:num_compared],
         "losses_sha256": hashlib.sha256("\n".join(losses).encode()).hexdigest(),
         "changes": [change.to_json() for change in changes(samples, cycle)],
         "curves": curve(samples, cycle, MOST_POINTS),
@@ -144,7 +163,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", nargs="+", default=every, choices=every, metavar="NAME", help="run these cases alone")
     parser.add_argument("--output", type=Path, help="also write the results as JSON, for docs/results")
     arguments = parser.parse_args(argv)
-    for name, least in (("steps", LEAST_CYCLES * trainer.CYCLE), ("loop_steps", LEAST_CYCLES * loops.CYCLE)):
+    for name, least in (("steps", LEAST_CYCLES * CYCLE), ("loop_steps", LEAST_CYCLES * loops.CYCLE)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name.replace('_', '-')}: at least {least}, so that each third has whole cycles")
     return arguments
@@ -158,13 +177,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_steps = arguments.steps if case in TRAINED else arguments.loop_steps
             rows.append(run_case(case, num_steps, folder, owner))
         print(line(rows[-1]), flush=True)
-        if arguments.output is not None:
-            words = " ".join(sys.argv[1:] if argv is None else argv).replace(str(arguments.output), "FILE")
-            about = facts()
-            about["machine"]["cpu"] = cpu_name()
-            about |= {"date": now(), "command": f"python -m benchmarks.soak {words}", "rows": rows}
-            write_text(arguments.output, json.dumps(about) + "\n")
+        write(arguments.output, "benchmarks.soak", sys.argv[1:] if argv is None else argv, rows)
     return 0 if all(map(is_good, rows)) else 1
+
+
+def write(output: Path | None, module: str, words: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Write the result file, if one is wanted: rows, machine, versions and command."""
+    if output is not None:
+        command = f"python -m {module} {' '.join(words)}".replace(str(output), "FILE")
+        about = facts()
+        about["machine"]["cpu"] = cpu_name()
+        write_text(output, json.dumps({**about, "date": now(), "command": command, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ SWAP = "--swap-layers all --swap-optimizer 0.5 --swap-host-gib 0.04 --swap-disk-
 
 def flags(saved: Path, swap: str) -> list[str]:
     """Return the flags of a run whose checkpoints go to ``saved``, one each step."""
-    return [*trainer.flags(NUM_STEPS, saved), "--save-interval", "1", *swap.split()]
+    job = trainer.Job(trainer.LENGTHS).to_json()
+    return [job, *trainer.flags(NUM_STEPS, saved), "--save-interval", "1", *swap.split()]
 
 
 def saved_step(saved: Path) -> int:

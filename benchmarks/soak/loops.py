@@ -190,10 +190,9 @@ def main(argv: Sequence[str]) -> None:
             stack.enter_context(swap.activations(model.blocks, min_mib=0, host_gib=0.05))
             for model in (loop.models if kind == "swapped" else [])
         ]
-        meter = Meter(
-            Path(samples_path), CYCLE, lambda: int(native().ram_in_use()),
-            lambda: sum(one.stats().host_booked_bytes for one in swapped),
-        )  # fmt: skip
+        pinned = lambda: sum(one.stats().host_booked_bytes for one in swapped)  # noqa: E731
+        read = {"device_bytes": lambda: int(native().ram_in_use()), "pinned_bytes": pinned}
+        meter = Meter(Path(samples_path), CYCLE, read)
         for step in range(1, int(num_steps) + 1):
             losses.append(loop.step(step).hex())
             meter.sample(step)

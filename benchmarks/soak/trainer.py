@@ -1,24 +1,30 @@
-"""The process of a soak of Megatron's trainer: ``python -m benchmarks.soak.trainer SAMPLES RESULT FLAG …``.
+"""The process of a soak of Megatron's trainer: ``python -m benchmarks.soak.trainer SAMPLES RESULT JOB FLAG …``.
 
-Lengths change within each cycle of steps, which ends with an evaluation and a checkpoint. Two checkpoints are kept.
+Lengths change within each cycle of steps, which ends with an evaluation, and with a checkpoint if there is ``--save``.
+Two checkpoints are kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner.schedule import cut, length_at
+import torch
+
+from benchmarks.runner.schedule import Schedule, cut, length_at
+from benchmarks.runner.stopwatch import EnoughSteps
 from benchmarks.soak.meters import Meter
 
-CYCLE = 20
 LENGTHS = ((12, 64), (8, 48))
-"""Steps and their sequence length, in turn: one cycle."""
+"""Steps and their sequence length, in turn: one cycle on a CPU."""
 NUM_KEPT_CHECKPOINTS = 2
 SHAPE = (
     "--transformer-impl local --distributed-backend gloo --num-workers 0 --no-gradient-accumulation-fusion "
@@ -31,11 +37,35 @@ SHAPE = (
 )
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a process does beside the flags of its training.
+
+    Attributes:
+        lengths: steps and their sequence length, in turn: one cycle.
+        seconds: training ends behind the first step that ends after these; ``None``: with ``--train-iters``.
+        device_gib: most memory that the GPU gives this process; ``None``: all. Then allocations fail as they do when
+            other programs use the GPU.
+    """
+
+    lengths: Schedule
+    seconds: float | None = None
+    device_gib: float | None = None
+
+    @property
+    def cycle(self) -> int:
+        return sum(num_steps for num_steps, _ in self.lengths)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
 def flags(num_steps: int, folder: Path) -> list[str]:
-    """Return Megatron's flags for a run of ``num_steps``. Checkpoints go to ``folder``."""
+    """Return Megatron's flags for a run of ``num_steps`` on a CPU. Checkpoints go to ``folder``."""
+    cycle = Job(LENGTHS).cycle
     return [
         *SHAPE.split(), "--train-iters", f"{num_steps}", "--lr-decay-iters", f"{num_steps}", "--eval-iters", "1",
-        "--eval-interval", f"{CYCLE}", "--save", f"{folder}", "--save-interval", f"{CYCLE}", "--ckpt-format", "torch",
+        "--eval-interval", f"{cycle}", "--save", f"{folder}", "--save-interval", f"{cycle}", "--ckpt-format", "torch",
     ]  # fmt: skip
 
 
@@ -45,8 +75,18 @@ def remove_old(folder: Path) -> None:
         shutil.rmtree(old)
 
 
+def device_meters() -> dict[str, Callable[[], int]]:
+    """Return functions that measure the device: bytes of live tensors, and on a GPU those that the allocator holds."""
+    if torch.cuda.is_available():
+        return {"device_bytes": torch.cuda.memory_allocated, "reserved_bytes": torch.cuda.memory_reserved}
+    from megatron.swap.native.guarding import native
+
+    return {"device_bytes": lambda: int(native().ram_in_use())}
+
+
 def main(argv: Sequence[str]) -> None:
-    samples_path, result_path, *rest = argv
+    samples_path, result_path, job_text, *rest = argv
+    job = Job(**json.loads(job_text))
     sys.argv = ["pretrain_gpt_swap.py", *rest]
     from megatron.swap.session.prepare import prepare
 
@@ -54,18 +94,18 @@ def main(argv: Sequence[str]) -> None:
     from megatron.training import get_args, training
 
     import pretrain_gpt_swap
-    from megatron.swap.native.guarding import native
     from megatron.swap.session.session import SwapSession
 
     sessions: list[SwapSession] = []
     losses: list[str] = []
     step = 0
+    end = float("inf") if job.seconds is None else time.monotonic() + job.seconds
 
     def pinned_bytes() -> int:
         parts = sessions[0].parts
         return 0 if parts is None else parts.tier.stats().reserved_bytes
 
-    meter = Meter(Path(samples_path), CYCLE, lambda: int(native().ram_in_use()), pinned_bytes)
+    meter = Meter(Path(samples_path), job.cycle, {**device_meters(), "pinned_bytes": pinned_bytes})
     install, train_step = SwapSession.install, training.train_step
 
     def install_and_keep(args: Any, model_config: Any = None) -> SwapSession:
@@ -76,8 +116,11 @@ def main(argv: Sequence[str]) -> None:
     def measured_step(*arguments: Any, **options: Any) -> Any:
         nonlocal step
         if step:  # here the evaluation and the checkpoint of the step before are over, too
-            remove_old(Path(rest[rest.index("--save") + 1]))
+            if "--save" in rest:
+                remove_old(Path(rest[rest.index("--save") + 1]))
             meter.sample(step)
+            if time.monotonic() >= end:
+                raise EnoughSteps
         step += 1
         result = train_step(*arguments, **options)
         losses.append(float(next(iter(result[0].values()))).hex())
@@ -85,8 +128,13 @@ def main(argv: Sequence[str]) -> None:
 
     SwapSession.install = install_and_keep  # type: ignore[method-assign, assignment]
     training.train_step = measured_step
-    cut(pretrain_gpt_swap, lambda: length_at(LENGTHS, get_args().curr_iteration + 1))  # of the run, if it is resumed
-    pretrain_gpt_swap.main()
+    # The length by the iteration: a run that is resumed goes on where it ended.
+    cut(pretrain_gpt_swap, lambda: length_at(job.lengths, get_args().curr_iteration + 1))
+    if job.device_gib is not None:
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(job.device_gib * 2**30 / total_bytes)
+    with contextlib.suppress(EnoughSteps):
+        pretrain_gpt_swap.main()
     records = sessions[0].step_log.records
     planning = sessions[0].auto.summary() if sessions[0].auto is not None else None
     facts = {

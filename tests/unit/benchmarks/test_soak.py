@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.soak import command
+from benchmarks.soak import command, lengths
 from benchmarks.soak.meters import MIB, Metrics, changes, curve
 from megatron.swap.common.leftovers import own_folder
 
@@ -86,6 +87,27 @@ def run(tmp_path: Path, case: str, num_steps: int) -> dict[str, Any]:
 def test_three_hundred_steps_of_the_trainer(tmp_path: Path) -> None:
     """Plans and lengths change, evaluations and checkpoints come between, optimizer state lies on disk."""
     assert run(tmp_path, "planned", 300)["num_plan_changes"] >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_runs_whose_lengths_change_side_by_side(tmp_path: Path) -> None:
+    """Losses are equal and all is flat; the guard rescues in every long step."""
+    output = tmp_path / "rows.json"
+    words = ["--suite", "quick-planner", "--case", "L6-h64-lengths", "--steps", "160", "--budget-gib", "0.004"]
+    assert lengths.main([*words, "--device-gib", "0.0055", "--output", str(output)]) == 0
+    planned, guarded = json.loads(output.read_text())["rows"]
+    assert planned["num_compared"] == guarded["num_compared"] == 160
+    assert planned["num_plan_changes"] >= 3
+    assert guarded["num_rescues"] >= 160
+
+
+def test_runs_that_end_at_different_steps_are_compared_as_far_as_both_went() -> None:
+    found = samples(24)
+    swapped = {"losses": ["a", "b", "c"], "offloaded_bytes": 1}
+    for plain, is_equal in ((["a", "b"], True), (["a", "b", "c", "d"], True), (["a", "x"], False), ([], False)):
+        row = command.as_row("planned", "", CYCLE, dict(swapped), {"losses": plain}, found)
+        assert (row["losses_equal"], row["num_compared"]) == (is_equal, min(3, len(plain)))
 
 
 @pytest.mark.slow
