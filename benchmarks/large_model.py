@@ -71,8 +71,9 @@ def _fuse_norms(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, norm in module.named_children():
             if type(norm).__name__.endswith("RMSNorm"):
-                size, eps = norm.weight.shape, norm.variance_epsilon
-                setattr(module, name, nn.RMSNorm(size, eps, device="meta", dtype=norm.weight.dtype))
+                old: Any = norm
+                new = nn.RMSNorm(old.weight.shape, old.variance_epsilon, device="meta", dtype=old.weight.dtype)
+                setattr(module, name, new)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def end_all(processes: dict[str, Process]) -> dict[str, dict[str, Any]]:
         for name in processes.keys() - results.keys():
             if processes[name].has_ended:
                 results[name] = processes[name].end()
-    return results
+    return {name: results[name] for name in processes}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
