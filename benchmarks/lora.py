@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--attention", choices=("default", "cudnn"), default="default")
     options.add_argument("--norms", choices=("transformers", "torch"), default="transformers", help="RMS norms")
     options.add_argument("--rank", type=int, default=16)
+    options.add_argument("--host-gib", type=float, help="most host memory for activations; default: what is safe")
     options.add_argument("--steps", type=int, default=4, help="to time, after two others, or once a plan is chosen")
     options.add_argument(
         "--activations",
@@ -79,7 +80,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         tokens = torch.randint(model.config.vocab_size, (1, options.tokens), device=DEVICE)
         if chosen not in (CHECKPOINTING, OFFLOAD):
             what: dict[str, Any] = {"memory_gib": float(chosen)} if is_budget(chosen) else {"layers": chosen}
-            activations = stack.enter_context(swap.activations(model.model, **what, **SETTINGS))
+            host = {} if options.host_gib is None else {"host_gib": options.host_gib}
+            activations = stack.enter_context(swap.activations(model.model, **what, **{**SETTINGS, **host}))
         adapters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(adapters, LEARNING_RATE, fused=DEVICE == "cuda")
 
