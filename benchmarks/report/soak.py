@@ -1,8 +1,9 @@
-"""Soaks: what processes hold after thousands of steps on a CPU."""
+"""Soaks: what processes hold after thousands of steps on a CPU, and after twenty minutes on a GPU."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +11,42 @@ import matplotlib.pyplot as plt
 
 from benchmarks.report.pictures import COLOURS, Picture
 from benchmarks.report.text import Table
+from benchmarks.soak.meters import grown
 
-FILE = "cpu-soak.json"
+FILES = ("cpu-soak.json", "h200-soak.json")
 METRICS = {
-    "device_bytes": ("device MiB", 2**20), "pinned_bytes": ("host MiB", 2**20),
+    "device_bytes": ("device MiB", 2**20), "reserved_bytes": ("allocator MiB", 2**20), "pinned_bytes": ("host MiB", 2**20),
     "resident_bytes": ("resident MiB", 2**20), "num_files": ("files", 1), "num_threads": ("threads", 1),
     "num_objects": ("Python objects", 1),
 }  # fmt: skip
 """Metric -> its name and unit."""
 
 
-def read_soak(results: Path) -> dict[str, Any] | None:
-    """Return the soak's result file; ``None``: there is none."""
-    path = results / FILE
-    return json.loads(path.read_text()) if path.exists() else None
+def read_soaks(results: Path) -> dict[str, dict[str, Any]]:
+    """Return the soaks' result files by their names without ``.json``."""
+    paths = [results / name for name in FILES]
+    return {path.stem: json.loads(path.read_text()) for path in paths if path.exists()}
+
+
+def _metrics(rows: list[dict[str, Any]]) -> dict[str, tuple[str, int]]:
+    """Return the metrics that all ``rows`` have."""
+    return {metric: shown for metric, shown in METRICS.items() if all(metric in row["curves"] for row in rows)}
 
 
 def table(soak: dict[str, Any]) -> Table:
     """Build the table: medians of the middle third and of the last, at the phase where they differ most."""
-    head = ["case", "steps", "losses equal", "flat", *(name for name, _ in METRICS.values())]
+    metrics = _metrics(soak["rows"])
+    head = ["case", "steps", "losses equal", "flat", *(name for name, _ in metrics.values())]
     lines = []
     for row in soak["rows"]:
         changes = {change["metric"]: change for change in row["changes"]}
         lines.append([
             row["case"], f"{row['num_steps']:,}", "yes" if row["losses_equal"] else "**no**",
-            "yes" if all(change["is_flat"] for change in row["changes"]) else "**no**",
+            "**no**" if grown(row["changes"]) else "yes",
             *(
                 f"{changes[metric]['middle'] / unit:,.1f} → {changes[metric]['last'] / unit:,.1f}"
                 if unit > 1 else f"{changes[metric]['middle']:,.0f} → {changes[metric]['last']:,.0f}"
-                for metric, (_, unit) in METRICS.items()
+                for metric, (_, unit) in metrics.items()
             ),
         ])  # fmt: skip
     return Table(head, lines)
@@ -51,8 +59,12 @@ def picture(path: Path, soak: dict[str, Any]) -> Picture:
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    figure, panels = plt.subplots(2, 3, figsize=(12, 6.2), dpi=120, layout="constrained")
-    for panel, (metric, (name, unit)) in zip(panels.flat, METRICS.items(), strict=True):
+    metrics = _metrics(rows)
+    columns = math.ceil(len(metrics) / 2)
+    figure, panels = plt.subplots(2, columns, figsize=(4 * columns, 6.2), dpi=120, layout="constrained")
+    for panel in panels.flat[len(metrics) :]:
+        panel.set_axis_off()
+    for panel, (metric, (name, unit)) in zip(panels.flat, metrics.items(), strict=False):
         for index, row in enumerate(rows):
             points = row["curves"][metric]
             first = points[0][1]
@@ -64,7 +76,8 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.suptitle("Change since step 40 or so", x=0.01, ha="left", fontsize=12, weight="bold")
+    first_step = min(row["curves"][metric][0][0] for row in rows for metric in metrics)
+    figure.suptitle(f"Change since step {first_step} or so", x=0.01, ha="left", fontsize=12, weight="bold")
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     figure.savefig(path)
     plt.close(figure)

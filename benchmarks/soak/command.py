@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.machine import ROOT, facts, now
 from benchmarks.runner.launch import CPU_ENVIRONMENT, LONE_RANK
 from benchmarks.soak import loops, trainer
-from benchmarks.soak.meters import Metrics, changes, curve, read_samples
+from benchmarks.soak.meters import Metrics, changes, curve, grown, read_samples
 from megatron.swap.common.leftovers import own_folder
 from megatron.swap.common.records import write_text
 
@@ -137,16 +137,16 @@ def as_row(
 
 def is_good(row: dict[str, Any]) -> bool:
     """Return whether a case is flat, its losses are equal, and it has moved something."""
-    return row["losses_equal"] and row["offloaded_bytes"] > 0 and all(one["is_flat"] for one in row["changes"])
+    return row["losses_equal"] and row["offloaded_bytes"] > 0 and not grown(row["changes"])
 
 
 def line(row: dict[str, Any]) -> str:
     """Return the result of a case as a line."""
-    grown = [f"{one['metric']} {one['middle']:g} -> {one['last']:g}" for one in row["changes"] if not one["is_flat"]]
-    words = ["losses equal" if row["losses_equal"] else "LOSSES DIFFER", "flat" if not grown else f"GROWS: {grown}"]
-    more = [f"{row[key]} {key.removeprefix('num_').replace('_', ' ')}" for key in ("num_rescues", "num_plan_changes")
+    more = [f"{one['metric']} {one['middle']:g} -> {one['last']:g}" for one in grown(row["changes"])]
+    words = ["losses equal" if row["losses_equal"] else "LOSSES DIFFER", f"GROWS: {more}" if more else "flat"]
+    words += [f"{row[key]} {key.removeprefix('num_').replace('_', ' ')}" for key in ("num_rescues", "num_plan_changes")
             if row.get(key)]  # fmt: skip
-    return f"{row['case']}: {row['num_steps']} steps in {row['seconds']:g} s: {', '.join([*words, *more])}"
+    return f"{row['case']}: {row['num_steps']} steps in {row['seconds']:g} s: {', '.join(words)}"
 
 
 def cpu_name() -> str:

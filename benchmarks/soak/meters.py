@@ -21,6 +21,9 @@ TOLERANCE: dict[str, int] = {
     "num_files": 0, "num_threads": 0, "num_objects": 0,
 }  # fmt: skip
 """For each metric the change that counts as flat where it is more than ``FRACTION``."""
+SHOWN = frozenset({"reserved_bytes"})
+"""Metrics that are shown and not judged. What an allocator holds beside live tensors depends on the moment: near a limit
+each rescue empties its cache."""
 WARM_UP_STEPS = 40
 """Objects made before this step are not looked at by later collections, which makes counting fast."""
 
@@ -113,6 +116,11 @@ def changes(samples: Sequence[Metrics], cycle: int) -> list[Change]:
         if of_metric:  # what an allocator holds is read on a GPU alone
             found.append(max(of_metric, key=lambda change: (change.last - change.middle) - change.allowed))
     return found
+
+
+def grown(changes_of_row: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return those of a row's changes, as ``Change.to_json``, that are judged and not flat."""
+    return [change for change in changes_of_row if not change["is_flat"] and change["metric"] not in SHOWN]
 
 
 def _thirds(samples: Sequence[Metrics], cycle: int) -> tuple[list[Metrics], list[Metrics]]:
