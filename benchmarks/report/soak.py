@@ -15,9 +15,9 @@ from benchmarks.soak.meters import grown
 
 FILES = ("cpu-soak.json", "h200-soak.json")
 METRICS = {
-    "device_bytes": ("device MiB", 2**20), "reserved_bytes": ("allocator MiB", 2**20), "pinned_bytes": ("host MiB", 2**20),
-    "resident_bytes": ("resident MiB", 2**20), "num_files": ("files", 1), "num_threads": ("threads", 1),
-    "num_objects": ("Python objects", 1),
+    "device_bytes": ("device MiB", 2**20), "reserved_bytes": ("allocator MiB", 2**20),
+    "pinned_bytes": ("host MiB", 2**20), "resident_bytes": ("resident MiB", 2**20), "num_files": ("files", 1),
+    "num_threads": ("threads", 1), "num_objects": ("Python objects", 1),
 }  # fmt: skip
 """Metric -> its name and unit."""
 

@@ -22,8 +22,8 @@ TOLERANCE: dict[str, int] = {
 }  # fmt: skip
 """For each metric the change that counts as flat where it is more than ``FRACTION``."""
 SHOWN = frozenset({"reserved_bytes"})
-"""Metrics that are shown and not judged. What an allocator holds beside live tensors depends on the moment: near a limit
-each rescue empties its cache."""
+"""Metrics that are shown and not judged. What an allocator holds beside live tensors depends on the moment: near a
+limit each rescue empties its cache."""
 WARM_UP_STEPS = 40
 """Objects made before this step are not looked at by later collections, which makes counting fast."""
 
