@@ -113,7 +113,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
     curve = load_picture(folder / "overhead.png", titled) if titled else None
     soaked = soak.read_soaks(results.folder)
     pictures = [sweep.picture for sweep in swept]
-    pictures += [soak.picture(folder / f"{name}.png", one) for name, one in soaked.items()]
+    pictures += [soak.picture(folder, device, one) for device, one in soaked.items()]
     pictures += [case.picture for suite in suites for case in suite.cases if case.picture is not None]
     equality = {name: tables.equal_runs(results.suites.get(name, [])) for name in ("prove-equality", "prove-ranks")}
     named = {

@@ -10,10 +10,11 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from benchmarks.report.pictures import COLOURS, Picture
-from benchmarks.report.text import Table
+from benchmarks.report.text import ABSENT, Table
 from benchmarks.soak.meters import grown
 
-FILES = ("cpu-soak.json", "h200-soak.json")
+FILES = {"cpu": "cpu-soak", "gpu": "h200-soak"}
+"""Device -> the name of its result file and picture, without their endings."""
 METRICS = {
     "device_bytes": ("device MiB", 2**20), "reserved_bytes": ("allocator MiB", 2**20),
     "pinned_bytes": ("host MiB", 2**20), "resident_bytes": ("resident MiB", 2**20), "num_files": ("files", 1),
@@ -23,9 +24,14 @@ METRICS = {
 
 
 def read_soaks(results: Path) -> dict[str, dict[str, Any]]:
-    """Return the soaks' result files by their names without ``.json``."""
-    paths = [results / name for name in FILES]
-    return {path.stem: json.loads(path.read_text()) for path in paths if path.exists()}
+    """Return the soaks' result files by their devices."""
+    paths = {device: results / f"{name}.json" for device, name in FILES.items()}
+    return {device: json.loads(path.read_text()) for device, path in paths.items() if path.exists()}
+
+
+def minutes(soak: dict[str, Any]) -> int:
+    """Return the whole minutes of a soak's first case, from its start to its end."""
+    return int(soak["rows"][0]["seconds"] // 60)
 
 
 def _metrics(rows: list[dict[str, Any]]) -> dict[str, tuple[str, int]]:
@@ -36,12 +42,13 @@ def _metrics(rows: list[dict[str, Any]]) -> dict[str, tuple[str, int]]:
 def table(soak: dict[str, Any]) -> Table:
     """Build the table: medians of the middle third and of the last, at the phase where they differ most."""
     metrics = _metrics(soak["rows"])
-    head = ["case", "steps", "losses equal", "flat", *(name for name, _ in metrics.values())]
+    head = ["case", "steps", "rescues", "losses equal", "flat", *(name for name, _ in metrics.values())]
     lines = []
     for row in soak["rows"]:
         changes = {change["metric"]: change for change in row["changes"]}
         lines.append([
-            row["case"], f"{row['num_steps']:,}", "yes" if row["losses_equal"] else "**no**",
+            row["case"], f"{row['num_steps']:,}",
+            f"{row['num_rescues']:,}" if "num_rescues" in row else ABSENT, "yes" if row["losses_equal"] else "**no**",
             "**no**" if grown(row["changes"]) else "yes",
             *(
                 f"{changes[metric]['middle'] / unit:,.1f} → {changes[metric]['last'] / unit:,.1f}"
@@ -52,10 +59,10 @@ def table(soak: dict[str, Any]) -> Table:
     return Table(head, lines)
 
 
-def picture(path: Path, soak: dict[str, Any]) -> Picture:
+def picture(folder: Path, device: str, soak: dict[str, Any]) -> Picture:
     """Return the picture: each metric over the steps, as a change from its first point."""
     shown = [{"case": row["case"], "curves": row["curves"]} for row in soak["rows"]]
-    return Picture(path, shown, lambda target: _draw(shown, target))
+    return Picture(folder / f"{FILES[device]}.png", shown, lambda target: _draw(shown, target))
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
