@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30
 SETTINGS: dict[str, Any] = {} if DEVICE == "cuda" else {"min_mib": 0.0, "host_gib": 0.1}
 """Arguments of ``swap.activations``, so that it also swaps what a tiny model saves on the CPU."""
-MOST_STEPS = 30
+MOST_STEPS = 38
 """By then a planner has chosen."""
 OUT_OF_MEMORY = "out of memory"
 """The key of a row whose method does not fit the device."""

@@ -15,9 +15,9 @@ from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.profiling.observer import Observer
 from tests.plain_loop import Trained, rows, train
 
-NUM_STEPS = 32
+NUM_STEPS = 38
 """Enough to choose a plan and follow it for a step: 7 steps that are measured, then up to 6 of search for the budget
-itself and for each of the 3 smaller ones that follow if measured peaks are above it."""
+itself and for each of the 3 smaller ones that follow if measured peaks are above it, and 6 for memory left free."""
 QUIET: dict[str, Any] = {"min_mib": 0, "host_gib": 0.1, "log": lambda _: None}
 Backward = Callable[[nn.Module, Any, int], torch.Tensor]
 

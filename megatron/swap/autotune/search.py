@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, format_bytes
@@ -24,13 +25,15 @@ class CandidateSearch:
 
     Args:
         plans: candidates, the best prediction first; at least one.
+        too_high_gib: lowest predicted peak that proved too high in earlier searches.
 
     Attributes:
         plan: the candidate that runs now.
     """
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], too_high_gib: float = inf) -> None:
         self.plan, *self._waiting = plans
+        self._too_high_gib = too_high_gib
         self._trials: list[Trial] = []
 
     @property
@@ -67,7 +70,7 @@ class CandidateSearch:
             trial.plan.predicted.peak_gib for trial in self._trials
             if trial.over_gib > 0 and trial.plan.predicted is not None
         ]  # fmt: skip
-        above = (one for one in too_high if one > predicted_gib)
+        above = (one for one in (*too_high, self._too_high_gib) if one > predicted_gib)
         return (predicted_gib + min([predicted_gib + free_gib, *above])) / 2
 
     def restart(self) -> None:

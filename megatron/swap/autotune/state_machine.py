@@ -329,7 +329,8 @@ class StateMachine:
         peak_gib = _highest_prediction(plans)
         if peak_gib is not None:
             note += f" (predicted to hold {format_bytes(peak_gib * GIB)} at most)"
-        return self._enter(step, _Searching(workload, CandidateSearch(plans)), note, peak_gib, lines)
+        search = CandidateSearch(plans, workload.too_high_gib)
+        return self._enter(step, _Searching(workload, search), note, peak_gib, lines)
 
     def _search(self, state: _Searching, step: Step) -> Transition:
         if self._changes.has_changed(step, state.workload, self._is_known):
@@ -355,12 +356,12 @@ class StateMachine:
     def _widen(self, state: _Searching, best: Trial) -> Transition | None:
         """Try a plan for the memory that ``best`` left free; ``None``: none is expected to be faster.
 
-        The solver leaves memory free for fragmentation, as much as some plans were seen to need. Trials show how much
-        it is here, and it differs from plan to plan. So the memory is used by bisection.
+        The solver leaves memory free for fragmentation, beside what measured peaks exceeded its predictions by. Trials
+        show how much a plan needs here, and plans differ. So the memory is used by bisection.
         """
-        workload, budget_gib, predicted = state.workload, self._limits.budget_gib, best.plan.predicted
-        free_gib = budget_gib - best.peak_gib
-        if predicted is None or free_gib <= 0 or workload.num_tightened:
+        workload, predicted = state.workload, best.plan.predicted
+        free_gib = self._limits.budget_gib - best.peak_gib
+        if predicted is None or free_gib <= 0:
             return None
         # Training may end before the further plans are through, or save other tensors: what was chosen stays chosen.
         self._known[workload], workload.best_ms = best.plan, best.ms
@@ -369,7 +370,8 @@ class StateMachine:
         workload.num_widened += 1
         try:
             wider_gib = state.search.wider_gib(predicted.peak_gib, free_gib)
-            plans = self._make_plans(workload, budget_gib, budget_gib - wider_gib)
+            solver_gib = self._limits.budget_gib - workload.spare_gib
+            plans = self._make_plans(workload, solver_gib, solver_gib - wider_gib)
         except Infeasible:  # the search is not exhaustive
             return None
         plan = next((one for one in plans if not state.search.has_tried(one)), None)
@@ -379,8 +381,7 @@ class StateMachine:
         state.num_steps = 0
         highest_gib = max(self.history[-1].predicted_peak_gib or 0.0, plan.predicted.peak_gib)
         self.history[-1] = replace(self.history[-1], predicted_peak_gib=highest_gib)
-        free = format_bytes(free_gib * GIB)
-        line = f"the best plan left {free} of the budget free: one more plan to try"
+        line = f"the best plan left {format_bytes(free_gib * GIB)} of the budget free: one more plan to try"
         return Transition(state.stage, plan, is_new_plan=True, lines=(line,))
 
     def _settle(
@@ -400,14 +401,13 @@ class StateMachine:
         """
         if self._refusal is not None:
             raise self._refusal
-        workload, over_gib, budget_gib = state.workload, lowest.over_gib, self._limits.budget_gib
-        predicted, over = lowest.plan.predicted, format_bytes(over_gib * GIB)
-        error_gib = over_gib if predicted is None else lowest.peak_gib - predicted.peak_gib
-        where = f"{over} above the budget" if lowest.peak_gib > budget_gib else "at all that the device has"
+        workload, budget_gib = state.workload, self._limits.budget_gib
+        above = f"{format_bytes(lowest.over_gib * GIB)} above the budget"
+        where = above if lowest.peak_gib > budget_gib else "at all that the device has"
         lines: tuple[str, ...] = ()
         workload.num_tightened += 1
         if workload.num_tightened <= MAX_TIGHTENINGS:
-            workload.spare_gib = max(workload.spare_gib + over_gib, error_gib)
+            workload.leave_more(lowest.over_gib, lowest.peak_gib, lowest.plan.predicted)
             spare = format_bytes(workload.spare_gib * GIB)
             lines = (f"the peak was {where}: planned again with {spare} to spare",)
             self.num_replans += 1

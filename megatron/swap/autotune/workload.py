@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.swap.common.plan import Predicted
+
 DRIFT = 0.05
 """Sizes and times that differ by more than this fraction do not match the plan."""
 
@@ -46,6 +48,7 @@ class Workload:
         best_ms: duration of a step under the chosen plan, in ms; ``None`` while it is not known.
         spare_gib: the solver gets this much less than the budget, because measured peaks exceeded the budget.
         num_tightened: how often ``spare_gib`` was raised.
+        too_high_gib: lowest predicted peak of a plan whose measured peak led to that.
         num_widened: how often a plan was tried that uses memory which others left free.
     """
 
@@ -56,6 +59,7 @@ class Workload:
     best_ms: float | None = None
     spare_gib: float = 0.0
     num_tightened: int = 0
+    too_high_gib: float = math.inf
     num_widened: int = 0
 
     @classmethod
@@ -68,6 +72,14 @@ class Workload:
         self.fewest_tensors = min(self.fewest_tensors, step.num_tensors)
         self.most_tensors = max(self.most_tensors, step.num_tensors)
         self.saved_mib = max(self.saved_mib, step.saved_mib)
+
+    def leave_more(self, over_gib: float, peak_gib: float, predicted: Predicted | None) -> None:
+        """Have the solver leave more memory, after a plan held ``peak_gib``, ``over_gib`` above the budget."""
+        if predicted is None:
+            self.spare_gib += over_gib
+        else:
+            self.spare_gib = max(self.spare_gib + over_gib, peak_gib - predicted.peak_gib)
+            self.too_high_gib = min(self.too_high_gib, predicted.peak_gib)
 
     def has_sites_of(self, step: Step) -> bool:
         """Whether ``step`` saves the same tensors, as often.

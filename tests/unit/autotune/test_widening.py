@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron.swap.autotune.search import CandidateSearch
 from megatron.swap.autotune.state_machine import Stage
+from megatron.swap.autotune.workload import Workload
 from megatron.swap.common.plan import Infeasible, Plan
-from tests.staged_run import PROFILED, Run, a_plan, three, until_stable
+from tests.staged_run import BUDGET_GIB, PROFILED, Run, a_plan, three, until_stable
 
 
 def test_memory_that_the_fastest_plan_left_free_is_used() -> None:
@@ -84,12 +86,36 @@ def test_memory_stays_free_if_nothing_faster_fits_into_it() -> None:
         assert run.machine.plan is run.plans[1]
 
 
-@pytest.mark.parametrize("case", ["one candidate", "nothing is free", "a peak was too high"])
+def test_memory_is_used_as_well_after_peaks_were_too_high() -> None:
+    """At 9.0 GiB predicted 10.5 were held, so the solver gets 1.5 less. Of a plan for 8.0, 9.2 are held."""
+    lower = a_plan("lower", peak_gib=8.0, ms=110.0)
+    wide = [a_plan("wide", peak_gib=8.4, ms=105.0), a_plan("wider", peak_gib=8.5, ms=100.0)]
+
+    def plans(run: Run, workload: Workload, budget_gib: float) -> Sequence[Plan]:
+        made = run.make_plans(workload, budget_gib)
+        return made if budget_gib == BUDGET_GIB else [lower]
+
+    run = three(peaks=(10.5, 10.5, 10.5), make_plans=plans, widen=lambda run, _: wide[len(run.reserves) - 1 :][:1])
+    run.add(lower, 110.0, 9.2)
+    run.add(wide[0], 105.0, 9.6)
+    run.add(wide[1], 100.0, 10.1)
+    until_stable(run)
+    assert run.budgets == [10.0, 8.5]
+    # Halfway from 8.0 to the 8.8 that would use up the budget; from 8.4 to 8.8; from 8.4 to the 8.5 that were too high.
+    assert run.reserves == [pytest.approx(8.5 - wider_gib) for wider_gib in (8.4, 8.6, 8.45)]
+    assert run.machine.plan is wide[0]
+
+
+def test_what_proved_too_high_before_is_not_tried_again() -> None:
+    search = CandidateSearch([a_plan("a")], too_high_gib=9.0)
+    assert search.wider_gib(8.0, 4.0) == 8.5
+    assert search.wider_gib(8.0, 0.5) == 8.25
+    assert search.wider_gib(9.5, 0.5) == 9.75  # a lower plan was too high, and yet this one fits
+
+
+@pytest.mark.parametrize("case", ["one candidate", "nothing is free"])
 def test_no_further_plan_is_made(case: str) -> None:
-    peak_gib = {"one candidate": 8.0, "nothing is free": 10.0, "a peak was too high": 10.5}[case]
-    run = three(peaks=(peak_gib,) * 3, max_candidates=1 if case == "one candidate" else 3)
-    run.steps(PROFILED + 6)
-    if case == "a peak was too high":
-        run.peaks = dict.fromkeys(run.peaks, 8.0)
+    is_one = case == "one candidate"
+    run = three(peaks=(8.0 if is_one else 10.0,) * 3, max_candidates=1 if is_one else 3)
     until_stable(run)
     assert run.reserves == []
