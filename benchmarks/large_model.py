@@ -48,7 +48,7 @@ def build(
         shape: one of ``SHAPES``.
         num_layers: default: as the shape.
         device_layers: layers whose weights are on the device, as are embedding and head; default: all.
-        fused_norms: replace transformers' RMS norms, six operators each, by PyTorch's, one kernel.
+        fused_norms: replace transformers' RMS norms, eight operators each, by PyTorch's, one kernel.
     """
     family, sizes = SHAPES[shape]
     config = family(**{**sizes, **({} if num_layers is None else {"num_hidden_layers": num_layers})})

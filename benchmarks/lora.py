@@ -5,12 +5,12 @@
 
 prints a line of JSON: tokens per second, the milliseconds of a step, the most device memory allocated and reserved, the
 pinned host memory, the losses of the first two steps per token, and the seconds until the first step. Random bf16
-weights; adapters of bf16 on all linear layers of attention and MLP; one sequence a step; AdamW. The loss is computed in
-chunks. Layers are checkpointed by transformers. ``--activations offload`` has transformers copy the checkpoints to
-host memory. ``--activations 0-79`` swaps the checkpoints of layers 0 to 79; with transformers before 5.23 that is
-refused, because layers run inside a checkpoint as a whole. ``--activations 60.0`` plans the activations for a budget of
-60 GiB, in place of checkpointing. ``--attention cudnn`` has PyTorch take cuDNN's attention in place of its own, and
-``--norms torch`` replaces transformers' RMS norms by ``torch.nn.RMSNorm``, one kernel.
+weights; adapters of bf16 on all linear layers of attention and MLP, or ``--adapters q-v``; one sequence a step; AdamW.
+The loss is computed in chunks. Layers are checkpointed by transformers. ``--activations offload`` has transformers copy
+the checkpoints to host memory. ``--activations 0-79`` swaps the checkpoints of layers 0 to 79; with transformers before
+5.23 that is refused, because layers run inside a checkpoint as a whole. ``--activations 60.0`` plans the activations
+for a budget of 60 GiB, in place of checkpointing. ``--attention cudnn`` has PyTorch take cuDNN's attention in place of
+its own, and ``--norms torch`` replaces transformers' RMS norms by ``torch.nn.RMSNorm``, one kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from benchmarks.offloaders import CHECKPOINT, OFFLOAD
 from benchmarks.training_loop import DEVICE, GIB, SETTINGS, loss_of, peaks, plan_of, print_row, settle, timed
 
 CHECKPOINTING = "checkpointing"
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS = {
+    "all-linear": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "q-v": ["q_proj", "v_proj"],
+}
+"""Linear layers that get an adapter: all of them, or those that peft takes for Llama and Qwen3 by itself."""
 LEARNING_RATE = 1e-4
 
 
@@ -44,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--chunk", type=int, default=2048, help="tokens whose logits exist at once")
     options.add_argument("--attention", choices=("default", "cudnn"), default="default")
     options.add_argument("--norms", choices=("transformers", "torch"), default="transformers", help="RMS norms")
+    options.add_argument("--adapters", choices=tuple(ADAPTERS), default="all-linear", help="the layers that get one")
     options.add_argument("--rank", type=int, default=16)
     options.add_argument("--host-gib", type=float, help="most host memory for activations; default: what is safe")
     options.add_argument("--steps", type=int, default=4, help="to time, after two others, or once a plan is chosen")
@@ -65,9 +70,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     model, host_layers = build(options.shape, options.layers, options.device_layers, options.norms == "torch")
     chosen = options.activations
+    if chosen in (CHECKPOINTING, OFFLOAD) and options.host_gib is not None:
+        raise SystemExit(f"--host-gib is for activations that are swapped, and --activations {chosen} swaps none")
     if not is_budget(chosen):
         model.gradient_checkpointing_enable(CHECKPOINT, offload=chosen == OFFLOAD)
-    config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=LINEAR)
+    config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=ADAPTERS[options.adapters])
     torch.manual_seed(2)
     trained = peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
     with ExitStack() as stack:
@@ -97,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         losses = [step().item() for _ in range(2)]
         settle(step, activations, len(losses))
         ms = timed(step, options.steps)
-        given = ("shape", "tokens", "activations", "attention", "norms", "rank")
+        given = ("shape", "tokens", "chunk", "activations", "host_gib", "attention", "norms", "adapters", "rank")
         row: dict[str, Any] = {name: getattr(options, name) for name in given}
         row |= {"layers": len(model.model.layers), "device_layers": len(model.model.layers) - len(host_layers)}
         row |= {"tokens_per_s": round(1e3 * options.tokens / ms, 1), "ms": round(ms, 1), **peaks(), "losses": losses}

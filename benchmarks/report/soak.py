@@ -49,7 +49,7 @@ def table(soak: dict[str, Any]) -> Table:
         lines.append([
             row["case"], f"{row['num_steps']:,}",
             f"{row['num_rescues']:,}" if "num_rescues" in row else ABSENT, "yes" if row["losses_equal"] else "**no**",
-            "**no**" if grown(row["changes"]) else "yes",
+            "**no**" if grown(row) else "yes",
             *(
                 f"{changes[metric]['middle'] / unit:,.1f} → {changes[metric]['last'] / unit:,.1f}"
                 if unit > 1 else f"{changes[metric]['middle']:,.0f} → {changes[metric]['last']:,.0f}"

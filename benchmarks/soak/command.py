@@ -79,7 +79,7 @@ class Process:
         code = self._process.wait()
         if code:
             lines = (self._folder / "log").read_text(errors="replace").splitlines()[-30:]
-            raise RuntimeError(f"exit status {code}:\n" + "\n".join(lines))
+            raise RuntimeError(f"{self._folder.name}: exit status {code}:\n" + "\n".join(lines))
         found = json.loads((self._folder / "result").read_text())
         return {**found, "seconds": round(time.monotonic() - self._began, 1)}
 
@@ -137,12 +137,12 @@ def as_row(
 
 def is_good(row: dict[str, Any]) -> bool:
     """Return whether a case is flat, its losses are equal, and it has moved something."""
-    return row["losses_equal"] and row["offloaded_bytes"] > 0 and not grown(row["changes"])
+    return row["losses_equal"] and row["offloaded_bytes"] > 0 and not grown(row)
 
 
 def line(row: dict[str, Any]) -> str:
     """Return the result of a case as a line."""
-    more = [f"{one['metric']} {one['middle']:g} -> {one['last']:g}" for one in grown(row["changes"])]
+    more = [f"{one['metric']} {one['middle']:g} -> {one['last']:g}" for one in grown(row)]
     words = ["losses equal" if row["losses_equal"] else "LOSSES DIFFER", f"GROWS: {more}" if more else "flat"]
     words += [f"{row[key]} {key.removeprefix('num_').replace('_', ' ')}" for key in ("num_rescues", "num_plan_changes")
             if row.get(key)]  # fmt: skip

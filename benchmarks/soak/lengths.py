@@ -1,45 +1,68 @@
 """Soak of a suite's case whose lengths change: ``python -m benchmarks.soak.lengths --minutes 20``.
 
-Three runs train side by side on one device: without swapping; *planned*, for ``--budget-gib``
-with the guard on; and *guarded*, where the guard alone makes do with ``--device-gib``, so that it rescues in every step
-of long sequences. Each cycle ends with an evaluation. There are no checkpoints. Ends with status 1 if a metric grows,
-or if a loss differs from the run without swapping.
+Three runs train side by side on one device: one without swapping; *planned*, for ``--budget-gib``, with the guard on;
+and *guarded*, where the guard alone makes do with ``--device-gib``, so that it rescues in steps of long sequences. Each
+cycle of lengths ends with an evaluation. There are no checkpoints. Ends with status 1 if a metric grows, or if a loss
+differs from the run without swapping.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.runner.launch import GPU_ENVIRONMENT
 from benchmarks.soak import trainer
-from benchmarks.soak.command import CPU, Process, as_row, is_good, line, write
+from benchmarks.soak.command import CPU, PLAIN, Process, as_row, is_good, line, write
 from benchmarks.soak.trainer import Job
-from benchmarks.suites.suite import find_suite, load_suite
+from benchmarks.suites.suite import Suite, find_suite, load_suite
+from benchmarks.suites.toml_file import SuiteError
 from megatron.swap.common.leftovers import own_folder
 
-PLAIN = "plain"
+UNSWAPPED = "plain"
+"""The name of the run without swapping."""
+LEAST_CYCLES = 3
+"""Cycles of lengths that a run needs, so that each third has one."""
 POLL_S = 0.5
 MANY = 1_000_000
 """Steps that no run makes: time ends it."""
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak.lengths", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Suite]:
+    """Return the arguments, and the suite with the case alone. What does not fit ends the program with a message."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.lengths", description=__doc__)
     parser.add_argument("--suite", default="h200-planner")
     parser.add_argument("--case", default="L6-lengths", help="a case whose lengths change")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of training (default 20)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="from the start of the processes (default 20)")
     parser.add_argument("--steps", type=int, help="train this many steps in place of minutes")
     parser.add_argument("--budget-gib", type=float, default=34.1, help="of the planned run (default 34.1)")
     parser.add_argument("--device-gib", type=float, default=36.0, help="all that the guarded run has (default 36)")
     parser.add_argument("--output", type=Path, help="also write the results as JSON, for docs/results")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    try:
+        suite = load_suite(find_suite(arguments.suite)).chosen([arguments.case], [], None)
+    except SuiteError as error:
+        parser.error(str(error))
+    (case,) = suite.cases
+    if not case.sequence_schedule:
+        parser.error(f"--case {case.name} of {suite.name}: its lengths do not change")
+    if suite.on_gpu and not torch.cuda.is_available():
+        parser.error(f"--suite {suite.name} needs a GPU, and there is none; quick-planner and L6-h64-lengths do not")
+    least = LEAST_CYCLES * Job(case.sequence_schedule).cycle
+    if arguments.steps is not None and arguments.steps < least:
+        parser.error(f"--steps {arguments.steps}: at least {least}, so that each third has a whole cycle of lengths")
+    for name in ("minutes", "budget_gib", "device_gib"):
+        if not 0 < getattr(arguments, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: a number above 0 is expected")
+    return arguments, suite
 
 
 def end_all(processes: dict[str, Process]) -> dict[str, dict[str, Any]]:
@@ -54,25 +77,19 @@ def end_all(processes: dict[str, Process]) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    suite = load_suite(find_suite(arguments.suite)).chosen([arguments.case], [], None)
+    arguments, suite = parse(argv)
     (case,) = suite.cases
-    if not case.sequence_schedule:
-        raise SystemExit(f"--case {case.name} of {suite.name}: its lengths do not change")
-    job = Job(case.sequence_schedule, None if arguments.steps else 60 * arguments.minutes)
+    job = Job(case.sequence_schedule, 60 * arguments.minutes if arguments.steps is None else None)
     flags = [
         *case.flags, "--train-iters", f"{arguments.steps or MANY}", "--eval-iters", "1", "--eval-interval",
         f"{job.cycle}", "--log-interval", "100",
     ]  # fmt: skip
-    guarded, limited = "--swap-layers none --swap-oom-guard", job
-    if suite.on_gpu:
-        limited = Job(job.lengths, job.seconds, arguments.device_gib)
-    else:
-        guarded += f" --swap-cpu-memory-gib {arguments.device_gib}"
+    on_cpu = "" if suite.on_gpu else f" --swap-cpu-memory-gib {arguments.device_gib}"
+    limited = replace(job, device_gib=arguments.device_gib if suite.on_gpu else None)
     runs = {
-        PLAIN: ("--swap-layers none", job),
+        UNSWAPPED: (PLAIN, job),
         "planned": (f"--swap-memory-gib {arguments.budget_gib} --swap-oom-guard", job),
-        "guarded": (guarded, limited),
+        "guarded": (f"{PLAIN} --swap-oom-guard{on_cpu}", limited),
     }
     environment = {**GPU_ENVIRONMENT, **case.env} if suite.on_gpu else CPU
     processes: dict[str, Process] = {}
@@ -85,11 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             for process in processes.values():
                 process.kill()
-        plain = results.pop(PLAIN)
-        rows = [
-            as_row(name, runs[name][0], job.cycle, result, plain, processes[name].samples())
-            for name, result in results.items()
-        ]
+        unswapped = results.pop(UNSWAPPED)
+        rows = []
+        for name, result in results.items():
+            swap, its_job = runs[name]
+            row = as_row(name, swap, job.cycle, result, unswapped, processes[name].samples())
+            rows.append({**row, "device_gib": its_job.device_gib})
     for row in rows:
         print(line(row), flush=True)
     write(arguments.output, "benchmarks.soak.lengths", sys.argv[1:] if argv is None else argv, rows)

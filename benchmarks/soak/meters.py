@@ -21,9 +21,6 @@ TOLERANCE: dict[str, int] = {
     "num_files": 0, "num_threads": 0, "num_objects": 0,
 }  # fmt: skip
 """For each metric the change that counts as flat where it is more than ``FRACTION``."""
-SHOWN = frozenset({"reserved_bytes"})
-"""Metrics that are shown and not judged. What an allocator holds beside live tensors depends on the moment: near a
-limit each rescue empties its cache."""
 WARM_UP_STEPS = 40
 """Objects made before this step are not looked at by later collections, which makes counting fast."""
 
@@ -118,9 +115,15 @@ def changes(samples: Sequence[Metrics], cycle: int) -> list[Change]:
     return found
 
 
-def grown(changes_of_row: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return those of a row's changes, as ``Change.to_json``, that are judged and not flat."""
-    return [change for change in changes_of_row if not change["is_flat"] and change["metric"] not in SHOWN]
+def grown(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return those of a row's changes (``Change.to_json``) that are not flat.
+
+    What the allocator holds beside live tensors is not judged where the guard rescued: how much that is depends on what
+    the allocator's cache held when memory was short.
+    """
+    has_rescues = row.get("num_rescues", 0) > 0
+    not_flat = [change for change in row["changes"] if not change["is_flat"]]
+    return [change for change in not_flat if not (has_rescues and change["metric"] == "reserved_bytes")]
 
 
 def _thirds(samples: Sequence[Metrics], cycle: int) -> tuple[list[Metrics], list[Metrics]]:

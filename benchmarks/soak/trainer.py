@@ -43,7 +43,7 @@ class Job:
 
     Attributes:
         lengths: steps and their sequence length, in turn: one cycle.
-        seconds: training ends behind the first step that ends after these; ``None``: with ``--train-iters``.
+        seconds: training ends with the first step that is over after so many; ``None``: with ``--train-iters``.
         device_gib: most memory that the GPU gives this process; ``None``: all. Then allocations fail as they do when
             other programs use the GPU.
     """
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
 
     def pinned_bytes() -> int:
         parts = sessions[0].parts
-        return 0 if parts is None else parts.tier.stats().reserved_bytes
+        return 0 if parts is None else parts.tier.stats().reserved_bytes + parts.guard.host_bytes
 
     meter = Meter(Path(samples_path), job.cycle, {**device_meters(), "pinned_bytes": pinned_bytes})
     install, train_step = SwapSession.install, training.train_step

@@ -40,7 +40,7 @@ def assert_nothing_left(run: Run, disk: Path) -> None:
     assert left <= {"checkpoint", "log", "summary.json"}, left
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_megatrons_handler_saves_and_ends(trainer: Trainer, flags: str, tmp_path: Path, name: str) -> None:
     """The signal comes in the fourth step. Megatron ends that step and saves it."""
     handled = f"{flags} {HANDLED} --exit-signal {name}"

@@ -35,7 +35,7 @@ MAX_TIGHTENINGS = 3
 
 MAX_WIDENINGS = 3
 """Maximum number of further plans for memory that the measured plans left free."""
-WIDENED_GAIN = 0.005
+WIDENED_GAIN = 0.003
 """A further plan is tried if it is predicted to be faster by this fraction."""
 
 PlanMaker = Callable[[Workload, float, float | None], Sequence[Plan]]

@@ -226,6 +226,11 @@ class OomGuard:
             self._core.pin()
         self._core.set_most_host_bytes(self._max_host_bytes())
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for what was evicted, in bytes, whether in use or not."""
+        return 0 if self._core is None else self._core.mapped_bytes()
+
     def take_rescues(self) -> list[Rescue]:
         """Return the rescues since the last call."""
         return [] if self._core is None else [_rescue(found) for found in self._core.take_rescues()]

@@ -454,7 +454,10 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
 
 def is_cast_automatically(device_type: str) -> bool:
     """Whether autocast may cast inputs of the function that runs: what it computes is not a function of them alone."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)  # which takes ten times as long as a look-up
 
 
 def _joined(record: ProducerRecord, group: Group, packing: Packing) -> tuple[Any, ...]:

@@ -21,6 +21,8 @@ def test_layers_on_the_device_are_spread() -> None:
 @pytest.mark.slow
 def test_losses_do_not_depend_on_where_weights_are(capsys: pytest.CaptureFixture[str]) -> None:
     rows = []
+    with pytest.raises(SystemExit, match="--host-gib is for activations that are swapped"):
+        lora.main([*TINY.split(), "--host-gib", "1"])
     for more in ("", "--device-layers 1", "--device-layers 0 --activations 0-3", "--device-layers 2 --activations 1.0"):
         lora.main([*TINY.split(), *more.split()])
         rows.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
@@ -28,3 +30,7 @@ def test_losses_do_not_depend_on_where_weights_are(capsys: pytest.CaptureFixture
     assert rows[0]["losses"][0] > rows[0]["losses"][1]
     assert [row["device_layers"] for row in rows] == [4, 1, 0, 2]
     assert rows[3]["stage"] == "stable"
+    lora.main(f"{TINY} --norms torch --adapters q-v --activations 1.0 --host-gib 0.2".split())
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (row["norms"], row["adapters"], row["host_gib"], row["stage"]) == ("torch", "q-v", 0.2, "stable")
+    assert row["losses"][0] == pytest.approx(rows[0]["losses"][0], rel=1e-2)

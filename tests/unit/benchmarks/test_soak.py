@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.soak import command, lengths
 from benchmarks.soak.meters import MIB, Metrics, changes, curve
+from benchmarks.soak.meters import grown as judged
 from megatron.swap.common.leftovers import own_folder
 
 CYCLE = 4
@@ -92,7 +93,7 @@ def test_three_hundred_steps_of_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runs_whose_lengths_change_side_by_side(tmp_path: Path) -> None:
-    """Losses are equal and all is flat; the guard rescues in every long step."""
+    """Losses are equal and all is flat; the guard rescues, more often than there are long steps."""
     output = tmp_path / "rows.json"
     words = ["--suite", "quick-planner", "--case", "L6-h64-lengths", "--steps", "160", "--budget-gib", "0.004"]
     assert lengths.main([*words, "--device-gib", "0.0055", "--output", str(output)]) == 0
@@ -100,6 +101,31 @@ def test_runs_whose_lengths_change_side_by_side(tmp_path: Path) -> None:
     assert planned["num_compared"] == guarded["num_compared"] == 160
     assert planned["num_plan_changes"] >= 3
     assert guarded["num_rescues"] >= 160
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [("--steps 10", "at least 120"), ("--steps 0", "at least 120"), ("--minutes 0", "--minutes 0.0: a number above 0"),
+     ("--minutes nan", "--minutes nan"), ("--budget-gib -1", "--budget-gib -1.0"), ("--device-gib inf", "--device-gib"),
+     ("--case L6-h64", "its lengths do not change"), ("--case other", "L6-h64-lengths"), ("--suite other", "other")],
+)  # fmt: skip
+def test_what_cannot_be_soaked_is_refused_before_it_begins(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        lengths.main(["--suite", "quick-planner", "--case", "L6-h64-lengths", *words.split()])
+    assert says in capsys.readouterr().err
+
+
+def test_what_the_allocator_holds_is_judged_unless_the_guard_rescued() -> None:
+    found = samples(300)
+    for sample in found:
+        sample["reserved_bytes"] = 900 * MIB + sample["step"] * MIB
+    row = {"changes": [change.to_json() for change in changes(found, CYCLE)]}
+    assert [change["metric"] for change in judged(row)] == ["reserved_bytes"]
+    assert judged({**row, "num_rescues": 1}) == []
+    row = {"changes": [change.to_json() for change in changes(samples(300, num_files=0.02), CYCLE)], "num_rescues": 1}
+    assert [change["metric"] for change in judged(row)] == ["num_files"]
 
 
 def test_runs_that_end_at_different_steps_are_compared_as_far_as_both_went() -> None:
