@@ -80,7 +80,7 @@ class DryAutocast:
     def _cast(self, leaf: Any, dtype: torch.dtype) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dtype in (dtype, torch.float64):
             return leaf
-        if not (self._is_on and leaf.is_leaf and leaf.requires_grad):
+        if not (self._is_on and leaf.is_leaf and leaf.requires_grad and torch.is_autocast_cache_enabled()):
             return leaf.to(dtype)
         if id(leaf) not in self._weights:
             self._weights[id(leaf)] = leaf.to(dtype)
