@@ -7,8 +7,8 @@
 prints a line of JSON: tokens per second and milliseconds over the last steps, from when the planner is stable; the most
 device memory allocated and reserved; all losses; for a budget in GiB also what the planner predicted. A method that
 runs out of memory prints ``"out of memory": true``, a budget for which there is no plan ``"infeasible"`` and why. fp32
-weights, bf16 autocast, fused AdamW, random tokens, one sequence a step. The Trainer's own loss needs the logits of all
-tokens at once.
+weights, bf16 autocast, fused AdamW, random tokens, one sequence a step; with a budget, ``autocast_cache=False``. The
+Trainer's own loss needs the logits of all tokens at once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model.config.use_cache = False
     swap = None
     if method not in (NOTHING, CHECKPOINTING):
-        swap = SwapCallback(memory_gib=float(method), **SETTINGS)
+        swap = SwapCallback(memory_gib=float(method), autocast_cache=False, **SETTINGS)
     clock = Clock(options.steps, swap)
     num_steps = MOST_STEPS + options.steps
     with tempfile.TemporaryDirectory() as folder:

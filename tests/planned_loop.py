@@ -60,15 +60,17 @@ def assert_planned(
     backward: Backward | None = None,
     unseen_gib: Callable[[], float] = lambda: 0.0,
     tolerance: float = 0.03,
+    **settings: Any,
 ) -> list[str]:
-    """Check planned training at fractions of the unswapped activations. Return the plans."""
+    """Check planned training at fractions of the unswapped activations. Return the plans. ``settings``: more of
+    ``swap.activations``."""
     torch.manual_seed(7)
     model = make()
     plain, full_gib = unswapped(model, data, backward=backward)
     plans = []
     for fraction in fractions:
         copied = copy.deepcopy(model)
-        with swap.activations(copied, memory_gib=fraction * full_gib, **QUIET) as swapped:
+        with swap.activations(copied, memory_gib=fraction * full_gib, **QUIET, **settings) as swapped:
             assert train(copied, data, NUM_STEPS, backward).same_as(plain)
             check(swapped.stats(), tolerance, unseen_gib())
             plans.append(swapped.plan())

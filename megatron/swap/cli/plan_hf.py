@@ -74,7 +74,8 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
         if model.supports_gradient_checkpointing:
             with checkpointed(model):
                 steps.append((CHECKPOINTING, (CHECKPOINT_CALL,), dry_step(model, step_of(model, training), gpu)))
-        profile = dry_profile(part, step_of(model, training), gpu, host_gib=host_gib)
+        is_mixed = training.weights == "mixed"
+        profile = dry_profile(part, step_of(model, training), gpu, host_gib=host_gib, autocast_cache=not is_mixed)
     except UsageError:
         raise
     except RuntimeError as error:
@@ -83,7 +84,8 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
             f"swap.activations({script_name}, memory_gib={floor(budget_gib)}), which measures its steps."
         ) from error
     found = of_dry_run(profile, budget_gib, [(name, calls, one.ms, one.reserved_gib) for name, calls, one in steps])
-    chosen, planned_by = best(found), f"swap.activations({script_name}, memory_gib=…)"
+    more = ", autocast_cache=False" if is_mixed else ""
+    chosen, planned_by = best(found), f"swap.activations({script_name}, memory_gib=…{more})"
     call = "" if chosen is None or chosen.name == NOTHING else CHECKPOINT_CALL
     if chosen is not None and chosen.is_planned:
         call = planned_by.replace("…", floor(budget_gib))

@@ -62,7 +62,8 @@ def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
 
 
 def dry_profile(
-    model: nn.Module, step: Step, gpu: Gpu, *, host_gib: float | None = None, min_mib: float = 1.0
+    model: nn.Module, step: Step, gpu: Gpu, *, host_gib: float | None = None, min_mib: float = 1.0,
+    autocast_cache: bool = True,
 ) -> Profile:
     """Return the profile of ``step`` on ``gpu``, as ``swap.activations(model, memory_gib=…)`` would measure it there.
 
@@ -73,7 +74,7 @@ def dry_profile(
         step: is called four times.
         gpu: figures by which operators are priced.
         host_gib: limit of host memory for activations; ``None``: no limit.
-        min_mib: smaller storages are kept, as in ``swap.activations``.
+        min_mib, autocast_cache: as in ``swap.activations``.
 
     Raises:
         UsageError: the model cannot be planned, or its operators do not follow from shapes.
@@ -95,6 +96,8 @@ def dry_profile(
                 undo.callback(switch_on)
         planned = PlannedLayers(layers_of(model), engine.saved_tensors, policy)
         undo.callback(planned.remove)
+        for boundary in planned.boundaries:
+            boundary.autocast_cache = autocast_cache
         undo.callback(override_forward(model, _around(planned, model)))
         for each in (recorder, timer):
             undo.callback(each.watch(model))

@@ -30,6 +30,7 @@ def activations(
     save_plan: str | None = None,
     save_profile: str | None = None,
     log: Callable[[str], None] | None = None,
+    autocast_cache: bool = True,
 ) -> SwappedActivations | PlannedActivations:
     """Swap what autograd saves in the layers of ``model``: offload it after forward, reload it before backward.
 
@@ -67,6 +68,9 @@ def activations(
         save_plan: file for the plan that is chosen.
         save_profile: file for the profile that it was made from.
         log: takes the lines that the planner prints; ``None``: they go to standard output.
+        autocast_cache: False: within the layers, autocast does not keep its casts of fp32 weights until forward ends,
+            half of the weights' memory. Results are those of layers under ``torch.autocast(..., cache_enabled=False)``:
+            a weight that a forward uses several times gets its gradients summed in fp32, not in 16 bits.
 
     A planner's ``Infeasible`` comes out of the call that ends a step: ``step``, or the model's forward.
 
@@ -87,13 +91,13 @@ def activations(
             given = f"layers {layers!r}" if layers != "all" else "memory_fraction"
             raise UsageError(f"{given} beside memory_gib: the planner chooses within one budget. Leave one out.")
         refuse_unplannable(model)
-        return PlannedActivations(model, found, config, device_of(found), log or _print)  # type: ignore[arg-type]
+        return PlannedActivations(model, found, config, device_of(found), log or _print, autocast_cache)  # type: ignore[arg-type]
     if save_plan is not None or save_profile is not None:
         raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")
     policy = ManualPolicy(config.layers, (), int(min_mib * MIB)) if isinstance(layers, str) else layers
     _check_policy(policy, layers, len(found))
     _check_tail(policy, len(found), num_ahead=1 if prefetch_gib is None else 0)
-    return SwappedActivations(found, policy, config, device_of(found))
+    return SwappedActivations(found, policy, config, device_of(found), autocast_cache=autocast_cache)
 
 
 def _print(line: str) -> None:

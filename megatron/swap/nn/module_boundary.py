@@ -15,19 +15,27 @@ class ModuleBoundary(LayerBoundary):
     """The boundary of a layer of any PyTorch model. ``torch.compile`` leaves the layer uncompiled.
 
     A layer that calls itself is one layer: the calls within a call have no boundary.
+
+    Attributes:
+        autocast_cache: whether autocast keeps its casts of weights while the layer runs, in forward and where it runs
+            again in backward. If not, a cast is one of the tensors that the layer saves.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_running = False
+        self.autocast_cache = True
         self._own_forward = self._inner
         self._inner = self._run_own
 
     def _run_own(self, *args: Any, **kwargs: Any) -> Any:
         self._is_running = True
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(before and self.autocast_cache)
         try:
             return self._own_forward(*args, **kwargs)
         finally:
+            torch.set_autocast_cache_enabled(before)
             self._is_running = False
 
     @torch.compiler.disable

@@ -56,7 +56,6 @@ class OperatorOrder:
         last_write: position of the last operator that writes to a storage, by the storage's number; infinite: the model
             does, after the layer.
         recorded: positions of operators that were recorded when all were wanted.
-        num_reads: how many operators read each cast of a weight, by the cast's number.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -64,12 +63,6 @@ class OperatorOrder:
     firsts: list[int] = field(default_factory=list)
     last_write: dict[int, float] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
-    num_reads: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def casts_once(self) -> bool:
-        """Whether weights are cast, and no cast of a weight is read more than once."""
-        return bool(self.num_reads) and max(self.num_reads.values()) <= 1
 
     def position(self, number: int) -> int:
         """Return the position of the operator that makes output ``number``."""
@@ -163,11 +156,7 @@ class OperatorWatch(_Mode):
         if kind is Kind.IGNORED:
             return result
         for tensor in tensors_in((args, options)):
-            number = self.number(tensor)
-            if number in order.num_reads:
-                order.num_reads[number] += 1
-        if func is aten._to_copy.default and isinstance(args[0], torch.nn.Parameter):
-            order.num_reads[self._num_outputs] = 0
+            self.number(tensor)
         for tensor in written(func, args, options) if kind is Kind.WRITES else ():
             if (number := self.number(tensor)) is not None:
                 order.last_write[number] = len(order.operators)

@@ -19,11 +19,12 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, LINEAR, OPERATOR, SwapError, UsageError
 from megatron.swap.devices.base import Device
-from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward, override_forward
+from megatron.swap.engine.layer_hooks import in_backward, override_forward
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.memory.host_memory import machine_memory_gib
 from megatron.swap.nn.found_layers import is_compiled
 from megatron.swap.nn.layer_devices import devices_of
+from megatron.swap.nn.module_boundary import ModuleBoundary
 from megatron.swap.nn.planned_layers import PlannedLayers
 from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
 from megatron.swap.planner.table import plan_heading, plan_table
@@ -42,6 +43,7 @@ class PlannedActivations(SwappedActivations):
         config: the budget and more settings.
         device: of the layers.
         log: takes the planner's lines.
+        autocast_cache: as in ``activations``.
     """
 
     _recomputes = True
@@ -53,6 +55,7 @@ class PlannedActivations(SwappedActivations):
         config: SwapConfig,
         device: torch.device,
         log: Callable[[str], None],
+        autocast_cache: bool = True,
     ) -> None:
         self._model = model
         self._log = log
@@ -67,7 +70,7 @@ class PlannedActivations(SwappedActivations):
         self._recorder: Recorder
         self._auto: AutoPlan | None = None
         self._steps = TrainingSteps(self._end_step)
-        super().__init__(layers, self._target.policy, config, device, self._instruments)
+        super().__init__(layers, self._target.policy, config, device, self._instruments, autocast_cache)
         try:
             self._begin()
         except BaseException:
@@ -80,7 +83,7 @@ class PlannedActivations(SwappedActivations):
             ranges=self._ranges, observer=self._observer, recorder=self._recorder, on_full=self._on_tier_full
         )
 
-    def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[LayerBoundary]:
+    def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[ModuleBoundary]:
         self._planned = PlannedLayers(
             self.layers, self._saved_tensors, self._target.policy,
             lambda: self._auto is None or self._auto.is_measuring, self._has_host_room,

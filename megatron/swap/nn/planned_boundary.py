@@ -28,7 +28,6 @@ from megatron.swap.nn.module_weights import computing_devices
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
 from megatron.swap.nn.operator_repeats import RepeatedRuns
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
-from megatron.swap.nn.weight_casts import uncached_casts
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class PlannedBoundary(ModuleBoundary):
         is_entered: whether one has since the last forward of the model began.
         is_apart: the layer runs as if it had no boundary, so that what it saves counts as saved outside the layers.
         is_first_step: it shows the order of the operators, and what is changed in place. Nothing is recomputed.
-        owns_weights: no other module has one of the layer's parameters.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class PlannedBoundary(ModuleBoundary):
         self._like: tuple[int, ...] = ()  # runs that are measured in place of the present one
         self.has_backward = self.is_entered = self.is_apart = False
         self._graph: weakref.ref[Any] | None = None
-        self.is_first_step = self.owns_weights = True
+        self.is_first_step = True
         self._nth = -1  # of the layer's runs in this forward
         self._orders: dict[int, OperatorOrder] = {}  # of the n-th run
         self._probes: list[tuple[OperatorOrder, int, Alias]] = []  # of storages, by their numbers
@@ -167,12 +165,6 @@ class PlannedBoundary(ModuleBoundary):
         return self._graph is not None and self._graph() is not None
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        order = self._orders.get(self._nth)
-        is_used_once = self.owns_weights and len(self._orders) == 1 and order is not None and order.casts_once
-        with uncached_casts() if is_used_once and not self.is_first_step else nullcontext():
-            return self._run_measured(group, args, kwargs)
-
-    def _run_measured(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._kind is None and self._saved_tensors.active_recorder is None:
             if self._checkpoint is not None:
                 return self._run_checkpointed(group, args, kwargs)

@@ -25,7 +25,6 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.nn.alike_runs import AlikeRuns
 from megatron.swap.nn.planned_boundary import LayerRun, PlannedBoundary
-from megatron.swap.nn.weight_casts import shared_parameters
 
 
 class PlannedLayers:
@@ -154,10 +153,6 @@ class PlannedLayers:
         """
         if torch.is_grad_enabled() and not in_backward() and not self._has_begun:
             raise UsageError(f"{type(model).__name__}.forward is called by itself: call the model, model(...).")
-        if not self.is_known and not self._depth:
-            shared = shared_parameters(model)
-            for boundary in self.boundaries:
-                boundary.owns_weights = not any(id(one) in shared for one in boundary.module.parameters())
         self._depth += 1
         try:
             with self._recorded(model):

@@ -16,7 +16,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.build import build_engine
-from megatron.swap.engine.layer_hooks import BoundaryOptions, LayerBoundary
+from megatron.swap.engine.layer_hooks import BoundaryOptions
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION, OomGuard, Rescue
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.settings import EngineSettings, Instruments
@@ -98,6 +98,7 @@ class SwappedActivations:
         config: SwapConfig,
         device: torch.device,
         instruments: Callable[[Device], Instruments] = lambda _: Instruments(),
+        autocast_cache: bool = True,
     ) -> None:
         budget = safe_host_bytes(local_world_size())
         limit_bytes = budget.safe_bytes
@@ -121,13 +122,15 @@ class SwappedActivations:
         engine = build_engine(self._device, self._tier, policy, settings, instruments(self._device), self._guard)
         self._manager, self._saved_tensors = engine.manager, engine.saved_tensors
         self._boundaries = self._put_boundaries(is_swapped)
+        for boundary in self._boundaries:
+            boundary.autocast_cache = autocast_cache
         self._last: SwapStats | None = None
         self._rescues: list[Rescue] = []
 
     _recomputes = False
     """Whether the policy may recompute what single operators made."""
 
-    def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[LayerBoundary]:
+    def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[ModuleBoundary]:
         positions = layer_positions(is_swapped, ends_in_loss=True)
         return [
             ModuleBoundary(
