@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -30,12 +31,12 @@ class ModuleBoundary(LayerBoundary):
 
     def _run_own(self, *args: Any, **kwargs: Any) -> Any:
         self._is_running = True
-        before = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(before and self.autocast_cache)
         try:
-            return self._own_forward(*args, **kwargs)
+            if self.autocast_cache:
+                return self._own_forward(*args, **kwargs)
+            with _uncached():
+                return self._own_forward(*args, **kwargs)
         finally:
-            torch.set_autocast_cache_enabled(before)
             self._is_running = False
 
     @torch.compiler.disable
@@ -75,6 +76,16 @@ class ModuleBoundary(LayerBoundary):
             "a model whose activations are swapped can be neither copied nor pickled: do that before "
             "swap.activations(...), or after close(). Its state_dict() can."
         )
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

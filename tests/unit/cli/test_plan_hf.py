@@ -85,6 +85,17 @@ def test_what_is_trained_counts(folder: Path, capsys: pytest.CaptureFixture[str]
     assert gib["--optimizer adamw-fused"] < gib["--weights mixed"]
 
 
+def test_weights_in_fp32_are_planned_without_autocasts_cache(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpointing holds a cast of each weight at the end of forward, the plan does not."""
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 24}))
+    short = OF_LLAMA.replace("4096", "64") + " --optimizer none --weights mixed"
+    found = rows(planned(capsys, f"{short} --memory-gib 0.97"))
+    assert found["planned"][-1] == "swap.activations(model, memory_gib=…, autocast_cache=False)"
+    assert (found["checkpointing"][4], found["planned"][4]) == ("no", "yes")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -44,7 +44,8 @@ def test_types(given: torch.dtype, function: Any, dtype: torch.dtype | None) -> 
     assert (made(FP32) @ made(FP32)).dtype == FP32
 
 
-def test_a_weight_is_cast_once_in_forward() -> None:
+@pytest.mark.parametrize(("has_cache", "num_casts"), [(True, 1), (False, 2)])
+def test_a_weight_is_cast_once_in_forward_by_the_cache(has_cache: bool, num_casts: int) -> None:
     autocast, weight = DryAutocast(), made(FP32)
     kept: list[int] = []
 
@@ -54,9 +55,13 @@ def test_a_weight_is_cast_once_in_forward() -> None:
 
     with autocast.entered(), autocast.forward(), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
         inputs = made(BF16)
-        functional.linear(functional.linear(inputs, weight), weight)
+        torch.set_autocast_cache_enabled(has_cache)
+        try:
+            functional.linear(functional.linear(inputs, weight), weight)
+        finally:
+            torch.set_autocast_cache_enabled(True)
     assert len(kept) == 4
-    assert len(set(kept)) == 3  # the input, the output of the first, and one cast
+    assert len(set(kept)) == 2 + num_casts  # the input, the output of the first, and casts
 
 
 def test_a_recomputation_in_backward_is_cast_too() -> None:
