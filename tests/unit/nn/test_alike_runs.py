@@ -19,7 +19,7 @@ from megatron.swap.nn.alike_runs import LEAST_MEASURED, AlikeRuns, kind_of
 from megatron.swap.nn.planned_activations import PlannedActivations
 from megatron.swap.planner.profile import LayerClass, load_profile
 from tests.plain_loop import WIDTH, Mlp, encoder, mlps, rows, tokens, train
-from tests.planned_loop import QUIET, check, unswapped
+from tests.planned_loop import NUM_STEPS, QUIET, check, unswapped
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def trained(model: nn.Module, data: Callable[[int], torch.Tensor], fraction: flo
     plain, full_gib = unswapped(model, data)
     copied = copy.deepcopy(model)
     with swap.activations(copied, memory_gib=fraction * full_gib, **{**QUIET, **options}) as swapped:
-        assert train(copied, data, 32).same_as(plain)
+        assert train(copied, data, NUM_STEPS).same_as(plain)
         check(swapped.stats())
         return swapped.stats()
 

@@ -281,7 +281,7 @@ def release_without_a_wait(transfers: StateTransfers, max_bytes: int = 0) -> Non
 @pytest.mark.parametrize("forgotten", ["of loads", "of offloads"])
 def test_a_wait_that_is_missing_shows(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    model.training.device._longest_delay_s = 0.02  # type: ignore[attr-defined]
+    model.training.device._longest_delay_s = 0.1  # type: ignore[attr-defined]
     for _ in range(2):
         model.run()
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
