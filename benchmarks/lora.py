@@ -68,10 +68,10 @@ def is_budget(activations: str) -> bool:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the row."""
     start = time.perf_counter()
-    model, host_layers = build(options.shape, options.layers, options.device_layers, options.norms == "torch")
     chosen = options.activations
     if chosen in (CHECKPOINTING, OFFLOAD) and options.host_gib is not None:
         raise SystemExit(f"--host-gib is for activations that are swapped, and --activations {chosen} swaps none")
+    model, host_layers = build(options.shape, options.layers, options.device_layers, options.norms == "torch")
     if not is_budget(chosen):
         model.gradient_checkpointing_enable(CHECKPOINT, offload=chosen == OFFLOAD)
     config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=ADAPTERS[options.adapters])
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if chosen not in (CHECKPOINTING, OFFLOAD):
             what: dict[str, Any] = {"memory_gib": float(chosen)} if is_budget(chosen) else {"layers": chosen}
             host = {} if options.host_gib is None else {"host_gib": options.host_gib}
-            activations = stack.enter_context(swap.activations(model.model, **what, **{**SETTINGS, **host}))
+            activations = stack.enter_context(swap.activations(model.model, **what, **(SETTINGS | host)))
         adapters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(adapters, LEARNING_RATE, fused=DEVICE == "cuda")
 
