@@ -8,23 +8,29 @@ second of greedy decoding after it, the milliseconds of both, the most device me
 memory that ``swap.weights`` pins, and the tokens that were decoded first, which do not depend on the method.
 ``accelerate`` is its ``cpu_offload`` of the same layers, from pageable memory; for ``accelerate-pinned`` their weights
 are pinned before. With ``--method device`` all layers are on the device. Random bf16 weights.
+
+``--digests outputs`` adds a number for each layer's output in the last prompt and each decoding, made from its bits:
+other bits give another number. ``--digests weights`` (``swap`` and ``device``) also adds a number for each layer's
+weights, and ``wrong_weights``: calls, as pairs of call and layer, whose weights were others than at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import accelerate  # type: ignore[import-untyped]
 import torch
 from megatron import swap
+from torch import nn
 
 from benchmarks.large_model import SHAPES, build, fill
 from benchmarks.training_loop import DEVICE, GIB, peaks, print_row, timed
 
+OUTPUTS, WEIGHTS = "outputs", "weights"
 METHODS = SWAP, ACCELERATE, ACCELERATE_PINNED, ON_DEVICE = ("swap", "accelerate", "accelerate-pinned", "device")
 
 
@@ -38,7 +44,56 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--decode", type=int, default=4, help="tokens to decode after it, for each sequence")
     options.add_argument("--steps", type=int, default=2, help="prompts to time, after another one")
     options.add_argument("--method", choices=METHODS, default=SWAP)
+    options.add_argument("--digests", choices=(OUTPUTS, WEIGHTS), help="what to compare bit by bit")
     return options
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the bits of bf16 ``tensors``, read as whole numbers: on the device, and nobody waits for it."""
+    return torch.stack([tensor.view(torch.int16).sum(dtype=torch.int64) for tensor in tensors]).sum()
+
+
+class Digests:
+    """Digests of the outputs of ``layers``, and of their weights, call by call.
+
+    Make it behind ``swap.weights``, whose hooks are then around these: they find the weights on the device.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], kind: str) -> None:
+        self.outputs: list[list[torch.Tensor]] = []
+        self.weights: list[list[torch.Tensor]] = []
+        self._layers = list(layers)
+        for layer in self._layers:
+            if kind == WEIGHTS:
+                layer.register_forward_pre_hook(self._before)
+            layer.register_forward_hook(self._behind)
+
+    def begin(self) -> None:
+        """Forget the calls so far."""
+        self.outputs.clear()
+        self.weights.clear()
+
+    def _before(self, layer: nn.Module, inputs: object) -> None:
+        _append(self.weights, layer is self._layers[0], _digest(layer.parameters()))
+
+    def _behind(self, layer: nn.Module, inputs: object, output: Any) -> None:
+        _append(self.outputs, layer is self._layers[0], _digest([output if torch.is_tensor(output) else output[0]]))
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the row. Layers have their weights where they lie between calls."""
+        fields: dict[str, Any] = {"outputs": [[one.item() for one in call] for call in self.outputs]}
+        if self.weights:
+            ends = [_digest(weight.to(DEVICE) for weight in layer.parameters()).item() for layer in self._layers]
+            calls = [[one.item() != end for one, end in zip(call, ends, strict=True)] for call in self.weights]
+            wrong = [(number, layer) for number, call in enumerate(calls) for layer in range(len(ends)) if call[layer]]
+            fields |= {"weights": ends, "wrong_weights": wrong}
+        return fields
+
+
+def _append(calls: list[list[torch.Tensor]], is_new: bool, digest: torch.Tensor) -> None:
+    if is_new:
+        calls.append([])
+    calls[-1].append(digest)
 
 
 @torch.no_grad()
@@ -58,6 +113,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.method in (ACCELERATE, ACCELERATE_PINNED):
             for layer in host_layers:
                 accelerate.cpu_offload(layer, execution_device=torch.device(DEVICE))
+        digests = Digests(model.model.layers, options.digests) if options.digests else None
         setup_s = time.perf_counter() - start
         made: list[torch.Tensor] = []
         cache: Any = None
@@ -72,6 +128,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             nonlocal cache
             cache = None
             made.clear()
+            if digests is not None:
+                digests.begin()
             run(prompt)
 
         prefill()
@@ -85,12 +143,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         row |= {"decode_ms": round(decode_ms, 1), **peaks(), "setup_s": round(setup_s, 1)}
         row["pinned_gib"] = round(swapped.stats.host_bytes / GIB, 3) if swapped is not None else 0.0
         row["decoded"] = torch.cat(made, 1)[0].tolist()
+        row |= digests.fields() if digests is not None else {}
     return row
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the row."""
-    print_row(measure, parser().parse_args(arguments))
+    options = parser().parse_args(arguments)
+    if options.digests == WEIGHTS and options.method in (ACCELERATE, ACCELERATE_PINNED):
+        parser().error(f"--digests {WEIGHTS} goes with --method {SWAP} and {ON_DEVICE}, not with {options.method}")
+    print_row(measure, options)
 
 
 if __name__ == "__main__":
