@@ -66,9 +66,10 @@ fi
 
 if [ "$gpus" -gt 0 ]; then default_model=1.3b; else default_model=tiny; fi
 MODEL="${MODEL:-$default_model}"
-vocabulary=50257 iterations=50 batch=16 learning_rate=2e-4 warm_up=0.2 preset=()
+vocabulary=50257 iterations=50 evaluations=2 batch=16 learning_rate=2e-4 warm_up=0.2 preset=()
 case "$MODEL" in
-    tiny) shape=(24 128 4 256) micro=4 batch=8 vocabulary=257 iterations=20 learning_rate=2e-3 warm_up=0.1 preset=(--swap-min-mib 0.06) ;;
+    tiny) shape=(24 128 4 256) micro=4 batch=8 vocabulary=257 iterations=20 evaluations=0 learning_rate=2e-3 warm_up=0.1
+        preset=(--swap-min-mib 0.06) ;;
     125m) shape=(12 768 12 2048) micro=16 ;;
     350m) shape=(24 1024 16 2048) micro=8 ;;
     1.3b) shape=(24 2048 16 4096) micro=4 ;;
@@ -90,7 +91,7 @@ flags=(
     --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$iterations"
     --lr "$learning_rate" --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-fraction "$warm_up" --clip-grad 1.0 --weight-decay 0.1
     --adam-beta2 0.95 --embedding-init-method-std 1.0
-    --split 969,30,1 --eval-interval 1000 --eval-iters 2 --log-interval 1
+    --split 969,30,1 --eval-interval 1000 --eval-iters "$evaluations" --log-interval 1
     "${preset[@]}"
 )
 [ "$apex_kernel$transformer_engine" != 00 ] || flags+=(--no-gradient-accumulation-fusion) # no kernel for it

@@ -22,6 +22,8 @@ from tests.unit.test_house import NOT_OURS
 
 FIRST = "bash examples/pretrain_gpt_swap.sh --swap-layers 0-23"
 """``test_examples.test_the_first_command`` runs it, and reads what it prints."""
+TRACED = "PROFILER=torch PROFILE_STEPS=3 bash tools/profile.sh --swap-layers 0-3"
+"""``test_profile`` runs it, with a smaller model."""
 LEFT_OUT = re.compile(r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install)\b")
 TIMEOUT_S = 900.0
 
@@ -34,11 +36,20 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the first training command of a copy would make."""
+    folder = tmp_path_factory.mktemp("corpus")
+    subprocess.run([sys.executable, "tools/prepare_stdlib_corpus.py", "--folder", folder], cwd=ROOT, check=True)
+    return folder
+
+
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A working copy without what it has produced, and with this environment as its ``.venv``."""
+def copy(tmp_path: Path, corpus: Path) -> Path:
+    """A working copy without what it has produced, with this environment as its ``.venv``, and with a corpus."""
     folder = tmp_path / "megatron-swap"
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_OURS, "shared"))
+    shutil.copytree(corpus, folder / ".data")
     (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
@@ -67,7 +78,8 @@ def run(scripts: Sequence[str], folder: Path) -> None:
 
 
 def runnable(block: Block) -> str:
-    return "\n".join(line for line in block.script.splitlines() if line != FIRST and not LEFT_OUT.match(line))
+    lines = block.script.splitlines()
+    return "\n".join(line for line in lines if line not in (FIRST, TRACED) and not LEFT_OUT.match(line))
 
 
 def runnable_blocks(page: Path) -> list[str]:

@@ -19,7 +19,7 @@ from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_chec
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
 FUSED_ADAM = Path(__file__).with_name("fused_adam_script.py")
-STEPS = "--train-iters 50 --lr-decay-iters 50"
+STEPS = "--train-iters 30 --lr-decay-iters 30"
 BF16 = "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -43,7 +43,7 @@ SKIPS_STEPS = "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 4"
 
 @pytest.mark.supports("--swap-optimizer 1")
 @pytest.mark.parametrize(("flags", "part"), [("", 1.0), (BF16, 1.0), (BF16, 0.5), (SKIPS_STEPS, 1.0)])
-def test_fifty_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: float) -> None:
+def test_thirty_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: float) -> None:
     swapped(trainer, f"{flags} {STEPS}", part)
 
 
@@ -53,7 +53,7 @@ ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
 
 @pytest.mark.supports("--swap-optimizer 1")
 @pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
-def test_fifty_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None:
+def test_thirty_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None:
     plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
     run = trainer.run(
         f"{flags} {STEPS} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK} {recorded('torch')}", ranks=ranks

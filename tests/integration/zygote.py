@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing.context
 import os
 import runpy
 import signal
@@ -38,6 +39,10 @@ def child(request: dict[str, Any], env: dict[str, str]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.argv = [request["program"], *request["argv"]]
+    # For a checkpoint in the format torch_dist, Megatron spawns a process that serves a queue. It imports torch again,
+    # which takes longer than the run: here it is forked.
+    contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
     try:
         runpy.run_path(request["program"], run_name="__main__")
     except SystemExit as stop:

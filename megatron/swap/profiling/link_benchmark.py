@@ -24,6 +24,9 @@ NUM_COPIES = 4
 """Copies in a row, as for a layer. Launching and polling are a tenth of the time of one copy, and negligible with four;
 the whole benchmark takes a fraction of a second."""
 
+EMULATED_COPY_BYTES = 16 * MIB
+"""The same where times are not those of a GPU: a benchmark of 7 GiB would take the CPU a second of each run."""
+
 SMALLEST_BYTES = MIB
 """Smallest copy that is tried: where memory is short, sizes are quartered down to this."""
 
@@ -35,18 +38,21 @@ IN: Directions = ("in",)
 BOTH: Directions = ("out", "in")
 
 
-def measure_link(device: Device, tier: Tier, num_bytes: int = COPY_BYTES) -> Link:
+def measure_link(device: Device, tier: Tier, num_bytes: int | None = None) -> Link:
     """Return the speed of this rank's link in GB/s, the median of ``REPETITIONS``. Every rank must call it.
 
     Call it while no copy is under way: before the first step, or when the device has finished a step. It takes
     ``2 * num_bytes`` of the device and of the tier, and frees them.
 
     Args:
-        num_bytes: bytes of one copy, the same on all ranks. If a rank has no memory for it, a quarter is tried.
+        num_bytes: bytes of one copy, the same on all ranks; default: as the device allows. If a rank has no memory for
+            it, a quarter is tried.
 
     Raises:
         SwapError: a copy or an allocation failed on any rank; raised on all ranks.
     """
+    if num_bytes is None:
+        num_bytes = COPY_BYTES if device.keeps_time else EMULATED_COPY_BYTES
     ends = _Ends(device, tier, num_bytes)
     try:
         try:

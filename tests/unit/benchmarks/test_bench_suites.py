@@ -38,7 +38,8 @@ all = "ours --swap-layers all"
 """
 # Megatron's own parser and config, told that this is an H200 with TransformerEngine.
 PARSE = """
-import os, sys, torch
+import functools, inspect, os, sys, torch
+inspect.getsource = functools.cache(inspect.getsource)  # Megatron reads its settings' docstrings for each command
 from argparse import ArgumentParser
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 from megatron.swap.session.prepare import prepare

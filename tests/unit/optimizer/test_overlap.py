@@ -3,6 +3,7 @@ stepped twice or before its reload."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -281,15 +282,18 @@ def release_without_a_wait(transfers: StateTransfers, max_bytes: int = 0) -> Non
 @pytest.mark.parametrize("forgotten", ["of loads", "of offloads"])
 def test_a_wait_that_is_missing_shows(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    model.training.device._longest_delay_s = 0.1  # type: ignore[attr-defined]
     for _ in range(2):
         model.run()
+    device = model.training.device
+    assert isinstance(device, EmulatedDevice)
+    for stream in device._streams:
+        monkeypatch.setattr(stream, "delay", lambda: time.sleep(0.05))
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     if forgotten == "of loads":
         monkeypatch.setattr(StateTransfers, "wait_for", nothing)
     else:
         monkeypatch.setattr(StateTransfers, "release_offloaded", release_without_a_wait)
-    for num_steps in range(3, 40):  # delays are random, and a busy machine may wait by itself
+    for num_steps in range(3, 10):  # a busy machine may wait by itself
         model.run()
         if not same(model.training.all(), alone(num_steps)):
             return
