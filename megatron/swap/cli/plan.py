@@ -106,8 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
                         help="with --hf: all in bf16 (default), or weights, gradients and moments in fp32, autocast to "
                         "bf16")  # fmt: skip
     parser.add_argument("--optimizer", choices=["adamw", "adamw-fused", "none"],
-                        help="with --hf: torch's AdamW (default), the same with fused=True as Trainer has it, or "
-                        "forward and backward alone")  # fmt: skip
+                        help="with --hf: torch's AdamW (default), the same with fused=True and clipping as Trainer "
+                        "has it, or forward and backward alone")  # fmt: skip
     parser.add_argument("--loss-chunk-tokens", type=int,
                         help="with --hf: the loop computes the loss in chunks of so many tokens, each of them again in "
                         "backward; default: the model's own loss")  # fmt: skip

@@ -34,9 +34,10 @@ class DryDevice(EmulatedDevice):
     Args:
         name: of the hardware that it stands for.
         library_bytes: memory that libraries take from PyTorch's allocator, throughout.
+        expandable: the allocator is set to ``expandable_segments:True``.
     """
 
-    def __init__(self, name: str, library_bytes: int = 0) -> None:
+    def __init__(self, name: str, library_bytes: int = 0, expandable: bool = False) -> None:
         super().__init__()
         self.torch_device = torch.device("meta")
         self.name = name
@@ -44,7 +45,7 @@ class DryDevice(EmulatedDevice):
         self._now_ms = 0.0
         self._held_bytes = self._peak_bytes = self._recent_peak_bytes = 0
         self._held: set[int] = set()
-        self._allocator = DryAllocator()
+        self._allocator = DryAllocator(expandable)
         if library_bytes:
             self._count(library_bytes)
 

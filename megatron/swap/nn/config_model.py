@@ -29,8 +29,8 @@ class Training:
 
     Attributes:
         weights: ``bf16``, or ``mixed``: weights in single precision, under autocast to bf16.
-        optimizer: ``adamw``: torch's, with its defaults; ``adamw-fused``: with ``fused=True``, as ``Trainer`` makes it;
-            ``none``: forward and backward alone.
+        optimizer: ``adamw``: torch's, with its defaults; ``adamw-fused``: with ``fused=True``, behind clipping of the
+            gradients' norm, as in ``Trainer``; ``none``: forward and backward alone.
         loss_chunk_tokens: tokens whose logits exist at a time, which backward computes again; ``None``: all, by the
             model's own loss.
     """
@@ -119,7 +119,7 @@ def swapped_part(model: Any, training: Training) -> tuple[nn.Module, str]:
 def step_of(model: Any, training: Training) -> Callable[[], None]:
     """Begin a training of ``model``, without gradients and optimizer state, and return its step.
 
-    Gradients stay allocated between steps.
+    Its end frees the gradients, as ``zero_grad()`` does by default. Without an optimizer they stay allocated.
 
     Raises:
         UsageError: the loss is to be computed in chunks, and the model has no output layer.
@@ -152,7 +152,7 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
         backward()
         if update is not None:
             update()
-        model.zero_grad(set_to_none=False)
+        model.zero_grad(set_to_none=update is not None)
 
     return step
 
@@ -163,7 +163,7 @@ def _foreach_adamw(parameters: list[nn.Parameter]) -> Callable[[], object]:
 
 
 def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
-    """Return the step of torch's AdamW with ``fused``, which it refuses to build on the meta device."""
+    """Return the step of torch's AdamW with ``fused``, behind clipping. Torch refuses both on the meta device."""
     weights: list[torch.Tensor] = list(parameters)
     first, second = ([torch.empty_like(one, requires_grad=False) for one in weights] for _ in range(2))
     steps = [torch.empty((), device=META) for _ in weights]
@@ -171,12 +171,19 @@ def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
     @torch.no_grad()
     def update() -> None:
         gradients = [one.grad for one in weights if one.grad is not None]
+        _clip(gradients)
         torch._fused_adamw_(
             weights, gradients, first, second, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
             amsgrad=False, maximize=False,
         )  # fmt: skip
 
     return update
+
+
+def _clip(gradients: list[torch.Tensor]) -> None:
+    """Scale ``gradients`` by what follows from their norm, as ``torch.nn.utils.clip_grad_norm_`` does on a GPU."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2)))
+    torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
 
 
 def _loss_in_chunks(head: nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass
 from megatron.swap.common.types import GIB, LINEAR, MIB, OPERATOR
+from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.engine.build import build_engine
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
@@ -34,6 +35,8 @@ from megatron.swap.profiling.recorder import Recorder
 
 LIBRARY_BYTES = 32 * MIB
 """cuBLAS's workspace on Hopper, which PyTorch's allocator holds."""
+MOST_STEPS = 5
+"""Steps of a model as it is, behind the first: where freed blocks lie differently in each, one more is reserved."""
 Step = Callable[[], None]
 """Runs one training step on the meta device: a forward, the loss, backward, and whatever follows. Gradients that it
 leaves in place count as held throughout."""
@@ -48,7 +51,7 @@ class DryStep:
 
 
 def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
-    """Return what ``step`` of ``model``, as it is, takes on ``gpu``. It is called twice: the first makes gradients.
+    """Return what ``step`` of ``model``, as it is, takes on ``gpu``. It is called until no more memory is reserved.
 
     Raises:
         UsageError: the model's operators do not follow from shapes.
@@ -56,8 +59,11 @@ def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
     device = _device(model, gpu)
     with dry_run(device, gpu):
         step()
-        begin = device.mark()
-        step()
+        for _ in range(MOST_STEPS):
+            begin, reserved_bytes = device.mark(), device.reserved_bytes()
+            step()
+            if device.reserved_bytes() == reserved_bytes:
+                break
     return DryStep(device.mark().elapsed_ms_since(begin), device.reserved_bytes() / GIB)
 
 
@@ -143,8 +149,8 @@ def dry_profile(
 
 
 def _device(model: nn.Module, gpu: Gpu) -> DryDevice:
-    """Return a device that holds the model."""
-    device = DryDevice(gpu.name, LIBRARY_BYTES)
+    """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it."""
+    device = DryDevice(gpu.name, LIBRARY_BYTES, expands_segments())
     for tensor in (*model.parameters(), *model.buffers()):
         device.hold(tensor.untyped_storage())
     return device

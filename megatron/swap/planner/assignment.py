@@ -64,6 +64,7 @@ class LayerScript:
     temporaries: tuple[tuple[float, float], ...]
     forward_peak_mib: float
     host_ms: float = 0.0
+    made_mib: float = 0.0
 
     @property
     def swapped_mib(self) -> float:
@@ -178,6 +179,7 @@ def layer_script(
         host_ms=forward_host_ms(
             entry.host_ms, {site.site: chosen.get(site.site, Action.KEEP) for site in saved}, LAYER_SECTION in sections
         ),
+        made_mib=entry.made_mib,
     )
 
 

@@ -211,6 +211,7 @@ class LayerClass:
             (gradients, workspaces).
         forward_peak_mib: peak of forward besides saved tensors; behind the last save, if sites say the rest.
         host_ms: the host's time in forward without hooks; 0: it is not known, or the device does not wait for it.
+        made_mib: gradients of weights that the step's first backward makes and leaves; 0: they are static memory.
     """
 
     layers: tuple[int, ...]
@@ -221,6 +222,7 @@ class LayerClass:
     temporaries: tuple[tuple[float, float], ...] = ()
     forward_peak_mib: float = 0.0
     host_ms: float = 0.0
+    made_mib: float = 0.0
 
     def __post_init__(self) -> None:
         names = [site.site for site in self.sites]

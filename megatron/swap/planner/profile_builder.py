@@ -270,6 +270,7 @@ def _layer_class(
         (*sections, *((whole.section,) if whole else ())),
         _temporaries(passes, timed, backward_ms),
         max(one.end_bytes for one in passes) / MIB,
+        made_mib=max(one.made_bytes for one in passes) / MIB,
     )
 
 

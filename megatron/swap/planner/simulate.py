@@ -384,6 +384,9 @@ class _Step:
                     self._prefetch()
             if self._mib + temporary_mib > self.layers_peak_mib:
                 self._record_peak(where, temporary_mib)
+        if script.made_mib and micro_batch == 0:
+            self._mib += script.made_mib
+            self._record_peak(where, temporary_mib)
         self._now = max(self._now, begin + script.backward_ms + self._hook_ms(script))
         self.timeline.append((self._now, self._mib, where))
 

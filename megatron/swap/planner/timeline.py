@@ -51,6 +51,7 @@ class LayerPass:
         host_ms: the host's time in forward.
         non_layer_bytes: bytes saved outside the layers before its forward. ``temporaries`` and the peak have them too.
         intermediate_bytes: peak of the unsaved intermediates of recomputations.
+        made_bytes: gradients of weights that backward makes and leaves. Those of the passes before count for none.
         has_trials: recomputations were tried in its forward. The host waited for the device, so its time is not usual.
         like: layers that were recorded in place of this one, which ran in a checkpoint; none: this one was.
     """
@@ -70,6 +71,7 @@ class LayerPass:
     host_ms: float = 0.0
     non_layer_bytes: int = 0
     intermediate_bytes: int = 0
+    made_bytes: int = 0
     has_trials: bool = False
     like: tuple[int, ...] = ()
 
@@ -130,6 +132,8 @@ class Timeline:
         self._paused_ms = 0.0
         self._resident: dict[SavedStorage, int] = {}
         self._resident_bytes = self._intermediate_bytes = 0
+        self._made_bytes = self._made_in_layers_bytes = 0
+        self._maker: LayerPass | None = None  # whose backward began last
         self._forward: LayerPass | None = None
         self._last_forward: LayerPass | None = None
         self._backward: LayerPass | None = None
@@ -189,7 +193,7 @@ class Timeline:
                 self.between_bytes = max(self.between_bytes, peak_bytes - self.static_bytes)
             return
         resident_bytes = self._resident_bytes + (event.num_bytes if event.what is What.ARRIVED else 0)
-        other_bytes = max(0, peak_bytes - self.static_bytes - resident_bytes)
+        other_bytes = max(0, peak_bytes - self.static_bytes - resident_bytes - self._made_in_layers_bytes)
         if self._forward is not None:
             self._forward.end_bytes = max(self._forward.end_bytes, other_bytes)
             self._forward_peak_bytes = max(self._forward_peak_bytes, other_bytes + self._saved_bytes)
@@ -200,7 +204,7 @@ class Timeline:
             self._loss_peak_bytes = max(self._loss_peak_bytes, other_bytes)
 
     def _kept_bytes(self, event: Event) -> int:
-        return max(0, event.now_bytes - self.static_bytes - self._resident_bytes)
+        return max(0, event.now_bytes - self.static_bytes - self._resident_bytes - self._made_in_layers_bytes)
 
     def _track_resident(self, event: Event) -> None:
         storage = event.storage
@@ -258,6 +262,7 @@ class Timeline:
             case What.BACKWARD_BEGIN:
                 self._begin_backward(event, now_ms)
             case What.BACKWARD_END:
+                self._note_made(event)
                 if self._backward is not None and self._backward.pass_key == event.pass_key:
                     self._backward.backward_ms = now_ms - self._begin_ms
                     self._backward_end_ms = now_ms
@@ -289,7 +294,8 @@ class Timeline:
         self._non_layer, self._step_ms = NonLayerStep(), now_ms
         self._leave_backward()
         self._is_between_steps = True
-        self._chunk_end_ms = self._last_forward = None
+        self._chunk_end_ms = self._last_forward = self._maker = None
+        self._made_bytes = self._made_in_layers_bytes = 0
         self._pass_of.clear()
 
     def _leave_backward(self) -> None:
@@ -312,6 +318,7 @@ class Timeline:
         assert event.pass_key is not None
         one = self._pass_of.get(event.pass_key)
         if one is not None and one is self._last_forward:  # between the two runs the loss
+            self._maker = None  # what was made since is not of layers
             self._non_layer.loss_peak_bytes.append(self._loss_peak_bytes)
             if self._chunk_end_ms is not None:
                 self._non_layer.loss_ms.append(now_ms - self._chunk_end_ms)
@@ -319,8 +326,21 @@ class Timeline:
             self._backward.backward_ms = now_ms - self._begin_ms  # its end was not recorded
         self._last_forward = self._chunk_end_ms = self._backward_end_ms = None
         self._backward, self._begin_ms = one, now_ms
+        self._note_made(event)
+        self._maker = one
         if one is not None:
             self._enter(one, (What.BACKWARD_BEGIN, ""), now_ms)
+
+    def _note_made(self, event: Event) -> None:
+        """Count the gradients that were made since the last call for the layer whose backward ran.
+
+        They do not count where the device's memory is that of activations alone.
+        """
+        more_bytes, self._made_bytes = event.num_bytes - self._made_bytes, event.num_bytes
+        more_bytes = min(more_bytes, self._kept_bytes(event))
+        if self._maker is not None and more_bytes > 0:
+            self._maker.made_bytes += more_bytes
+            self._made_in_layers_bytes += more_bytes
 
     def _note_use(self, event: Event, now_ms: float) -> None:
         """Record the first use, or the last free, of a storage of the layer whose backward runs."""

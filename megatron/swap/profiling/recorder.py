@@ -29,6 +29,7 @@ from megatron.swap.planner.recording import (
     SavedStorage,
     What,
 )
+from megatron.swap.profiling.made_gradients import MadeGradients
 from megatron.swap.profiling.non_layer import NonLayerRecorder
 from megatron.swap.profiling.storage_tracker import Reference, StorageTracker, TrackedStorage
 
@@ -77,6 +78,7 @@ class Recorder:
         self._num_chunks = 0
         self._chunk = 0
         self._non_layer = NonLayerRecorder(device)
+        self._gradients = MadeGradients()
         self._tracker: StorageTracker[SavedStorage] = StorageTracker(self._freed)
         self._forget()
 
@@ -96,6 +98,7 @@ class Recorder:
         self._shared: list[Reference] = []
         self._last_forward: PassKey | None = None
         self._is_evaluating = False
+        self._gradients.forget()
 
     # ---------------------------------------------------------------- on and off
 
@@ -119,6 +122,7 @@ class Recorder:
             self._saved_in_run.clear()
             self._forget_inputs()
             self._last_forward = None
+            self._gradients.forget()
 
     def _forget_inputs(self) -> None:
         for notes in (self._inputs, self._called_with, self._unsaved, self._shared):
@@ -181,6 +185,7 @@ class Recorder:
                         self._take_peak()  # drop the peak of the evaluation
                     self._note(What.WORK_BEGIN if is_evaluating else What.WORK_END, work=EVALUATION)
                 if not is_evaluating:
+                    self._gradients.forward_of(chunk)
                     self._note(what, chunk=number)
                     self._last_forward = None
                     self._chunk = number
@@ -229,10 +234,10 @@ class Recorder:
             yield
             return
         self._find_external_refs(run)
-        self._note(What.BACKWARD_BEGIN, pass_key=run)
+        self._note(What.BACKWARD_BEGIN, pass_key=run, num_bytes=self._gradients.num_bytes())
         yield
         if self.is_on:
-            self._note(What.BACKWARD_END, pass_key=run)
+            self._note(What.BACKWARD_END, pass_key=run, num_bytes=self._gradients.num_bytes())
 
     @contextmanager
     def _work(self, work: str, of: str) -> Iterator[None]:

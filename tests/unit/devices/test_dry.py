@@ -54,6 +54,23 @@ def test_freed_neighbours_join_within_their_segment() -> None:
     assert allocator.reserved_bytes == 102 * MIB
 
 
+def test_a_segment_that_expands_grows_by_what_its_free_end_lacks() -> None:
+    allocator = DryAllocator(expandable=True)
+    first, second = allocator.allocate(100 * MIB), allocator.allocate(100 * MIB)
+    allocator.free(second)
+    third = allocator.allocate(150 * MIB)  # where the second was, and behind it
+    assert allocator.reserved_bytes == 260 * MIB
+    allocator.free(first)
+    fourth = allocator.allocate(110 * MIB)  # neither the 100 nor the end is large enough
+    assert allocator.reserved_bytes == 360 * MIB
+    allocator.release_cached()  # the 100, and the 10 behind the 150 were taken
+    assert allocator.reserved_bytes == 260 * MIB
+    allocator.free(third)
+    allocator.free(fourth)
+    allocator.allocate(260 * MIB)
+    assert allocator.reserved_bytes == 260 * MIB
+
+
 def requests(seed: int) -> list[tuple[str, int]]:
     """Return allocations, with their bytes, and frees, with the number of the allocation."""
     chosen, live, made = random.Random(seed), [], []
@@ -66,8 +83,8 @@ def requests(seed: int) -> list[tuple[str, int]]:
     return made
 
 
-def reserved_after(made: list[tuple[str, int]]) -> list[int]:
-    allocator, blocks, reserved = DryAllocator(), [], []
+def reserved_after(made: list[tuple[str, int]], expandable: bool) -> list[int]:
+    allocator, blocks, reserved = DryAllocator(expandable), [], []
     for kind, number in made:
         if kind == "allocate":
             blocks.append(allocator.allocate(number))
@@ -77,12 +94,13 @@ def reserved_after(made: list[tuple[str, int]]) -> list[int]:
     return reserved
 
 
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_blocks_tile_their_segments(seed: int) -> None:
+def test_blocks_tile_their_segments(seed: int, expandable: bool) -> None:
     made = requests(seed)
     held = set(range(sum(kind == "allocate" for kind, _ in made)))
     held -= {number for kind, number in made if kind == "free"}
-    allocator, blocks = DryAllocator(), []
+    allocator, blocks = DryAllocator(expandable), []
     for kind, number in made:
         if kind == "allocate":
             blocks.append(allocator.allocate(number))
@@ -106,14 +124,15 @@ print(json.dumps(reserved))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_reserves_what_pytorch_reserves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+def test_it_reserves_what_pytorch_reserves(seed: int, expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
     made = requests(seed)
     done = subprocess.run([sys.executable, "-c", ON_GPU], input=json.dumps(made), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == reserved_after(made)
+    assert json.loads(done.stdout) == reserved_after(made, expandable)
 
 
 def test_segments_without_a_block_in_use_are_given_back() -> None:

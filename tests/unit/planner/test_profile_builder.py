@@ -52,6 +52,40 @@ class TestALayer:
         # First 0; 5 MiB of gradients before `out` is freed; 2 MiB more for an instant; then 0.
         assert entry.temporaries == ((1, 5), (4, 7), (6, 0))
 
+    @pytest.mark.parametrize("are_made", [True, False])
+    def test_gradients_that_a_step_makes_are_no_temporaries(self, are_made: bool) -> None:
+        script, layers = Script(), [Layer(number) for number in range(3)]
+        script.note(What.STEP)
+        for layer in layers:
+            layer.forward(script)
+        script.use(20)  # the output layer's
+        made = 20
+        for layer in reversed(layers):
+            script.note(What.BACKWARD_BEGIN, pass_key=layer.key, num_bytes=made * MIB * are_made).after(1)
+            script.note(What.ASKED, storage=layer.outer).use(100).note(What.ASKED, storage=layer.inner)
+            made += 100
+            script.free(layer.outer).free(layer.inner)
+            script.note(What.BACKWARD_END, pass_key=layer.key, num_bytes=made * MIB * are_made)
+        script.use(-made).note(What.STEP)
+        profile = built(script.recording)
+        (entry,) = profile.layers
+        assert entry.made_mib == (100 if are_made else 0)
+        assert max(mib for _, mib in entry.temporaries) == (120 if are_made else 320)
+        assert profile.optimizer_gib == 320 * MIB / GIB
+
+    def test_gradients_beyond_the_devices_memory_do_not_count(self) -> None:
+        """The emulated device has activations alone."""
+        script, layers = Script(), [Layer(0), Layer(1)]
+        script.note(What.STEP)
+        for layer in layers:
+            layer.forward(script)
+        for made, layer in enumerate(reversed(layers)):
+            script.note(What.BACKWARD_BEGIN, pass_key=layer.key, num_bytes=made * GIB).after(1)
+            script.note(What.ASKED, storage=layer.outer).free(layer.outer).free(layer.inner)
+            script.note(What.BACKWARD_END, pass_key=layer.key, num_bytes=(made + 1) * GIB)
+        (entry,) = built(script.note(What.STEP).recording).layers
+        assert entry.made_mib == 0
+
     def test_forwards_peak_is_above_saved_storages(self) -> None:
         script, layer = Script(), Layer(0)
         script.note(What.STEP).note(What.FORWARD_BEGIN, pass_key=layer.key).blip(45).save(layer.inner).save(layer.outer)

@@ -252,6 +252,19 @@ class TestByHand:
         assert predicted.peak_gib == gib(190)
         assert predicted.peak_at == "backward of layer 0, micro-batch 0"
 
+    def test_gradients_that_a_step_makes_grow_in_its_first_backward(self) -> None:
+        entry = replace(ONE, temporaries=((0.0, 30.0), (4.0, 10.0)), made_mib=250.0)
+        of = profile([entry])
+        predicted = simulate(of, empty_plan(of))
+        saved_mib = sum(one.saved_mib for one in of.layers for _ in one.layers)
+        static_gib = of.static_gib
+        last = len(entry.layers) * 250.0 + 10.0
+        assert predicted.peak_gib == pytest.approx(static_gib + max(saved_mib + 30, last) / 1024)
+        assert predicted.peak_at == f"backward of layer {min(entry.layers)}, micro-batch 0"
+        twice = replace(of, num_micro_batches=2)
+        more_gib = simulate(twice, empty_plan(twice)).peak_gib - static_gib
+        assert more_gib == pytest.approx((saved_mib + 30 + len(entry.layers) * 250) / 1024), "they stay"
+
     def test_ineligible_sites_are_kept(self) -> None:
         of = profile([replace(ONE, sites=(site("a/0", 100, 1.0, 1.0, is_ineligible=True),))])
         predicted = simulate(of, plan(of, {(0, 1): {"a/0": "swap"}}))

@@ -1,0 +1,39 @@
+"""Counts gradients that a step makes because the one before has freed its own (``zero_grad()`` does by default)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class MadeGradients:
+    """Counts the gradients of weights that had none when the step's first forward began."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin another step."""
+        self._weights: dict[nn.Module, list[nn.Parameter]] = {}
+        self._sizes: dict[int, int] = {}
+
+    def forward_of(self, chunk: nn.Module) -> None:
+        """Note that a forward of ``chunk`` begins. Only the step's first one counts."""
+        if chunk not in self._weights:
+            self._weights[chunk] = [one for one in chunk.parameters() if one.requires_grad and one.grad is None]
+
+    def num_bytes(self) -> int:
+        """Return the bytes of such gradients that are there now."""
+        return sum(
+            self._size(weight) for weights in self._weights.values() for weight in weights if weight.grad is not None
+        )
+
+    def _size(self, weight: nn.Parameter) -> int:
+        """Return the bytes of ``weight``'s gradient; 0: it lies in a buffer of others, which stays."""
+        if id(weight) not in self._sizes:
+            gradient, size = weight.grad, 0
+            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                is_alone = gradient.untyped_storage().nbytes() == gradient.nbytes
+                size = gradient.nbytes if is_alone else 0
+            self._sizes[id(weight)] = size
+        return self._sizes[id(weight)]
