@@ -40,7 +40,7 @@ def child(request: dict[str, Any], env: dict[str, str]) -> int:
     os.dup2(log, 2)
     sys.argv = [request["program"], *request["argv"]]
     # For a checkpoint in the format torch_dist, Megatron spawns a process that serves a queue. It imports torch again,
-    # which takes longer than the run: here it is forked.
+    # which takes longer than the run: here it is forked. The commands of pages that save checkpoints spawn it.
     contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["fork"]
     try:

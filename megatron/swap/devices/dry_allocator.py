@@ -3,7 +3,8 @@
 The rules are those of ``CUDACachingAllocator``: requests are rounded to 512 bytes; the smallest free block that is
 large enough is taken, and split; a new segment is made where none is; a freed block is joined with free neighbours in
 its segment. Small and large requests have separate blocks. With ``expandable_segments:True`` each of both has one
-segment, which grows at its end.
+segment, which grows at its end; of free blocks the smallest counts there too, and ``release_cached`` gives back parts
+that PyTorch would keep.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class DryStep:
 
 
 def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
-    """Return what ``step`` of ``model``, as it is, takes on ``gpu``. It is called until no more memory is reserved.
+    """Return what ``step`` of ``model``, as it is, takes on ``gpu``. It is called until no more memory is reserved,
+    at most ``MOST_STEPS`` times.
 
     Raises:
         UsageError: the model's operators do not follow from shapes.

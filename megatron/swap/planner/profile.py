@@ -211,7 +211,8 @@ class LayerClass:
             (gradients, workspaces).
         forward_peak_mib: peak of forward besides saved tensors; behind the last save, if sites say the rest.
         host_ms: the host's time in forward without hooks; 0: it is not known, or the device does not wait for it.
-        made_mib: gradients of weights that the step's first backward makes and leaves; 0: they are static memory.
+        made_mib: gradients of weights that the step's first backward makes and leaves; 0: there is memory for them
+            throughout, or a buffer that others own.
     """
 
     layers: tuple[int, ...]

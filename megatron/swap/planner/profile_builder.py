@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
@@ -270,8 +271,17 @@ def _layer_class(
         (*sections, *((whole.section,) if whole else ())),
         _temporaries(passes, timed, backward_ms),
         max(one.end_bytes for one in passes) / MIB,
-        made_mib=max(one.made_bytes for one in passes) / MIB,
+        made_mib=_made_mib(layers, timeline),
     )
+
+
+def _made_mib(layers: Sequence[int], timeline: Timeline) -> float:
+    """Return the mean gradients of ``layers``, so that weights that several of them share count once."""
+    made: defaultdict[int, int] = defaultdict(int)
+    for one in timeline.passes:
+        if one.is_whole and one.pass_key.layer in layers:
+            made[one.pass_key.layer] = max(made[one.pass_key.layer], one.made_bytes)
+    return sum(made.values()) / len(made) / MIB
 
 
 def _gone_at_ms(passes: Sequence[LayerPass], site: str, forward_ms: float) -> float | None:

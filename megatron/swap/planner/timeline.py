@@ -51,7 +51,7 @@ class LayerPass:
         host_ms: the host's time in forward.
         non_layer_bytes: bytes saved outside the layers before its forward. ``temporaries`` and the peak have them too.
         intermediate_bytes: peak of the unsaved intermediates of recomputations.
-        made_bytes: gradients of weights that backward makes and leaves. Those of the passes before count for none.
+        made_bytes: gradients of weights that the layer's backwards of the step make and leave, in the first of them.
         has_trials: recomputations were tried in its forward. The host waited for the device, so its time is not usual.
         like: layers that were recorded in place of this one, which ran in a checkpoint; none: this one was.
     """
@@ -133,7 +133,8 @@ class Timeline:
         self._resident: dict[SavedStorage, int] = {}
         self._resident_bytes = self._intermediate_bytes = 0
         self._made_bytes = self._made_in_layers_bytes = 0
-        self._maker: LayerPass | None = None  # whose backward began last
+        self._makers: dict[int, LayerPass] = {}  # by layer: its pass whose backward was the step's first
+        self._maker: LayerPass | None = None  # that of the layer whose backward began last
         self._forward: LayerPass | None = None
         self._last_forward: LayerPass | None = None
         self._backward: LayerPass | None = None
@@ -296,6 +297,7 @@ class Timeline:
         self._is_between_steps = True
         self._chunk_end_ms = self._last_forward = self._maker = None
         self._made_bytes = self._made_in_layers_bytes = 0
+        self._makers.clear()
         self._pass_of.clear()
 
     def _leave_backward(self) -> None:
@@ -327,7 +329,8 @@ class Timeline:
         self._last_forward = self._chunk_end_ms = self._backward_end_ms = None
         self._backward, self._begin_ms = one, now_ms
         self._note_made(event)
-        self._maker = one
+        # An expert may get its gradient in a later micro-batch. The step holds it from then on, like the others.
+        self._maker = None if one is None else self._makers.setdefault(one.pass_key.layer, one)
         if one is not None:
             self._enter(one, (What.BACKWARD_BEGIN, ""), now_ms)
 

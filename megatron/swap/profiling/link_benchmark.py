@@ -25,7 +25,7 @@ NUM_COPIES = 4
 the whole benchmark takes a fraction of a second."""
 
 EMULATED_COPY_BYTES = 16 * MIB
-"""The same where times are not those of a GPU: a benchmark of 7 GiB would take the CPU a second of each run."""
+"""``COPY_BYTES`` where times are not those of a GPU: a benchmark of 7 GiB would take the CPU a second of each run."""
 
 SMALLEST_BYTES = MIB
 """Smallest copy that is tried: where memory is short, sizes are quartered down to this."""

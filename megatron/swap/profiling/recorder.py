@@ -68,13 +68,18 @@ class Recorder:
         device: device whose time is measured.
         ranges: reports layers and the engine's work.
         take_peak: returns the most bytes in use since the last call, and the bytes in use now.
+        has_memory: whether those bytes are of any use.
     """
 
-    def __init__(self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]], has_memory: bool = True
+    ) -> None:
         self.is_on = False
         self._device = device
         self._ranges = ranges
         self._take_peak = take_peak
+        # Without a GPU the bytes are those of activations alone: there are no gradients among them.
+        self._has_gradients = has_memory and device.allocated_bytes() is not None
         self._num_chunks = 0
         self._chunk = 0
         self._non_layer = NonLayerRecorder(device)
@@ -84,7 +89,7 @@ class Recorder:
 
     def for_times(self) -> Recorder:
         """Return another recorder on the same device and ranges. It records when layers run, not tensors or memory."""
-        return Recorder(self._device, self._ranges, lambda: (0, 0))
+        return Recorder(self._device, self._ranges, lambda: (0, 0), has_memory=False)
 
     def _forget(self) -> None:
         self._notes: list[_Note] = []
@@ -165,6 +170,8 @@ class Recorder:
     def _note(self, what: What, **details: Any) -> None:
         host_s, mark = time.perf_counter(), self._device.mark()
         peak_bytes, now_bytes = self._take_peak()
+        if what in (What.BACKWARD_BEGIN, What.BACKWARD_END):
+            details["num_bytes"] = self._gradients.num_bytes()
         # Where the host is the bottleneck (experts wait for token counts), the device idles while the event is noted.
         self._notes.append(_Note(what, mark, self._device.mark(), peak_bytes, now_bytes, details, host_s))
 
@@ -185,7 +192,8 @@ class Recorder:
                         self._take_peak()  # drop the peak of the evaluation
                     self._note(What.WORK_BEGIN if is_evaluating else What.WORK_END, work=EVALUATION)
                 if not is_evaluating:
-                    self._gradients.forward_of(chunk)
+                    if self._has_gradients:
+                        self._gradients.forward_of(chunk)
                     self._note(what, chunk=number)
                     self._last_forward = None
                     self._chunk = number
@@ -234,10 +242,10 @@ class Recorder:
             yield
             return
         self._find_external_refs(run)
-        self._note(What.BACKWARD_BEGIN, pass_key=run, num_bytes=self._gradients.num_bytes())
+        self._note(What.BACKWARD_BEGIN, pass_key=run)
         yield
         if self.is_on:
-            self._note(What.BACKWARD_END, pass_key=run, num_bytes=self._gradients.num_bytes())
+            self._note(What.BACKWARD_END, pass_key=run)
 
     @contextmanager
     def _work(self, work: str, of: str) -> Iterator[None]:

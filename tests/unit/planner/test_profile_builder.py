@@ -73,6 +73,28 @@ class TestALayer:
         assert max(mib for _, mib in entry.temporaries) == (120 if are_made else 320)
         assert profile.optimizer_gib == 320 * MIB / GIB
 
+    @pytest.mark.parametrize(
+        ("makes", "mean"),
+        [({(1, 0): 60, (0, 0): 60, (1, 1): 40, (0, 1): 40}, 100), ({(0, 0): 90}, 45), ({(0, 1): 30, (1, 1): 90}, 60)],
+        ids=["experts of a later micro-batch", "shared by both layers", "all in the second micro-batch"],
+    )
+    def test_gradients_count_once_in_a_step(self, makes: dict[tuple[int, int], int], mean: int) -> None:
+        """By layer and micro-batch: MiB that its backward makes, in gradients that stay."""
+        script, made = Script().note(What.STEP), 0
+        for micro_batch in range(2):
+            layers = [Layer(number, micro_batch) for number in range(2)]
+            for layer in layers:
+                layer.forward(script)
+            for layer in reversed(layers):
+                script.note(What.BACKWARD_BEGIN, pass_key=layer.key, num_bytes=made * MIB).after(1)
+                more = makes.get((layer.key.layer, micro_batch), 0)
+                script.note(What.ASKED, storage=layer.outer).use(more).note(What.ASKED, storage=layer.inner)
+                made += more
+                script.free(layer.outer).free(layer.inner)
+                script.note(What.BACKWARD_END, pass_key=layer.key, num_bytes=made * MIB)
+        (entry,) = built(script.use(-made).note(What.STEP).recording, num_micro_batches=2).layers
+        assert entry.made_mib == mean
+
     def test_gradients_beyond_the_devices_memory_do_not_count(self) -> None:
         """The emulated device has activations alone."""
         script, layers = Script(), [Layer(0), Layer(1)]
