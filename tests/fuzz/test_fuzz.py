@@ -20,9 +20,9 @@ TIMEOUT_S = 100.0
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "num_cases", "least"),
     [
-        ("megatron", 1, sized(32, 14), {"reloaded activations": 0.5, "recomputed activations": 0.2,
+        ("megatron", 1, sized(24, 12), {"reloaded activations": 0.5, "recomputed activations": 0.2,
                                          "had optimizer state in host memory": 0.1}),
-        ("megatron", 2, sized(8, 4), {"reloaded activations": 0.3}),
+        ("megatron", 2, sized(6, 4), {"reloaded activations": 0.3}),
         ("modules", 1, sized(120, 60), {"reloaded activations": 0.8, "copied and kept": 0.3, "reloaded late": 0.1}),
     ],
 )  # fmt: skip
