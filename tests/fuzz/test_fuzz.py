@@ -58,6 +58,7 @@ def test_a_planted_defect_is_found(kind: str, fault: str, num_cases: int) -> Non
     pytest.fail(f"{num_cases} cases did not find it: {outcomes}")
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_is_told_with_its_stack() -> None:
     with Pool("modules", timeout_s=10.0, fault="never_ends") as pool:
         row = pool.run(3)

@@ -28,6 +28,7 @@ class TestCheckpointHangs:
     shapes are those of a run without offloading, also where ranks hold different experts.
     """
 
+    @pytest.mark.slow
     @pytest.mark.timeout(200)
     def test_two_ranks_with_experts(self, trainer: Trainer) -> None:
         """The checkpoint in the middle of training holds the same as without offloading, and so does the last one."""

@@ -85,6 +85,7 @@ def test_what_is_trained_counts(folder: Path, capsys: pytest.CaptureFixture[str]
     assert gib["--optimizer adamw-fused"] < gib["--weights mixed"]
 
 
+@pytest.mark.slow
 def test_weights_in_fp32_are_planned_without_autocasts_cache(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

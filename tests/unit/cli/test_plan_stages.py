@@ -35,6 +35,7 @@ def test_the_stage_that_does_not_fit_decides(capsys: pytest.CaptureFixture[str])
     assert first.splitlines()[1] == "Figures of stage 0 of 2 (stages count from 0)."
 
 
+@pytest.mark.slow
 def test_the_slower_stage_decides_if_both_fit(capsys: pytest.CaptureFixture[str]) -> None:
     status, (verdict, _, speed, *_) = planned(capsys, f"{TWO} --memory-gib 60 -- {LONG}")
     assert status == 0
@@ -79,6 +80,7 @@ def test_a_fraction_among_the_training_flags_is_the_budget(capsys: pytest.Captur
     assert words(command)[-2:] == ["--swap-memory-gib", f"{int(budget_gib * 100) / 100:g}"]
 
 
+@pytest.mark.slow
 def test_the_smaller_limit_of_host_memory_counts(capsys: pytest.CaptureFixture[str]) -> None:
     for host_gib, flag, smaller in (("50", "30", "30"), ("30", "50", "30")):
         line = f"--gpu h100 --memory-gib 20.5 --host-gib {host_gib} -- {FLAGS} --swap-host-gib {flag}"

@@ -86,6 +86,7 @@ def test_a_disk_that_was_asked_for_or_that_is_fast_needs_no_remedy(chosen: Any, 
     assert is_needed(chosen, option("nothing", 500.0), read_flags(f"{FLAGS} {flags}".split())) is expected
 
 
+@pytest.mark.slow
 def test_plan_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     """15B on one H200 with 100 GiB of host memory: with a disk six times as slow as with 16-bit gradients."""
     words = ["--gpu", "h200", "--host-gib", "100", "--", *FLAGS.split(), "--micro-batch-size", "1"]
