@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import batched
 from typing import Any
 
 import accelerate  # type: ignore[import-untyped]
@@ -29,6 +31,7 @@ from torch import nn
 
 from benchmarks.large_model import SHAPES, build, fill
 from benchmarks.training_loop import DEVICE, GIB, peaks, print_row, timed
+from megatron.swap.engine.checksum import checksum
 
 OUTPUTS, WEIGHTS = "outputs", "weights"
 METHODS = SWAP, ACCELERATE, ACCELERATE_PINNED, ON_DEVICE = ("swap", "accelerate", "accelerate-pinned", "device")
@@ -48,9 +51,13 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the bits of bf16 ``tensors``, read as whole numbers: on the device, and nobody waits for it."""
-    return torch.stack([tensor.view(torch.int16).sum(dtype=torch.int64) for tensor in tensors]).sum()
+def _checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return checksums of the bytes of ``tensors``, on their device. Nobody waits for them."""
+    return torch.cat([checksum(tensor.reshape(-1).view(torch.uint8)) for tensor in tensors])
+
+
+def _number(checksums: torch.Tensor) -> int:
+    return zlib.crc32(checksums.cpu().numpy().tobytes())
 
 
 class Digests:
@@ -60,8 +67,8 @@ class Digests:
     """
 
     def __init__(self, layers: Iterable[nn.Module], kind: str) -> None:
-        self.outputs: list[list[torch.Tensor]] = []
-        self.weights: list[list[torch.Tensor]] = []
+        self._outputs: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
         self._layers = list(layers)
         for layer in self._layers:
             if kind == WEIGHTS:
@@ -70,30 +77,27 @@ class Digests:
 
     def begin(self) -> None:
         """Forget the calls so far."""
-        self.outputs.clear()
-        self.weights.clear()
+        self._outputs.clear()
+        self._weights.clear()
 
     def _before(self, layer: nn.Module, inputs: object) -> None:
-        _append(self.weights, layer is self._layers[0], _digest(layer.parameters()))
+        self._weights.append(_checksums(layer.parameters()))
 
     def _behind(self, layer: nn.Module, inputs: object, output: Any) -> None:
-        _append(self.outputs, layer is self._layers[0], _digest([output if torch.is_tensor(output) else output[0]]))
+        self._outputs.append(_checksums([output if torch.is_tensor(output) else output[0]]))
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the row. Layers have their weights where they lie between calls."""
-        fields: dict[str, Any] = {"outputs": [[one.item() for one in call] for call in self.outputs]}
-        if self.weights:
-            ends = [_digest(weight.to(DEVICE) for weight in layer.parameters()).item() for layer in self._layers]
-            calls = [[one.item() != end for one, end in zip(call, ends, strict=True)] for call in self.weights]
+        fields: dict[str, Any] = {"outputs": self._by_call(self._outputs)}
+        if self._weights:
+            ends = [_number(_checksums(weight.to(DEVICE) for weight in layer.parameters())) for layer in self._layers]
+            calls = [[one != end for one, end in zip(call, ends, strict=True)] for call in self._by_call(self._weights)]
             wrong = [(number, layer) for number, call in enumerate(calls) for layer in range(len(ends)) if call[layer]]
             fields |= {"weights": ends, "wrong_weights": wrong}
         return fields
 
-
-def _append(calls: list[list[torch.Tensor]], is_new: bool, digest: torch.Tensor) -> None:
-    if is_new:
-        calls.append([])
-    calls[-1].append(digest)
+    def _by_call(self, checksums: list[torch.Tensor]) -> list[list[int]]:
+        return [[_number(one) for one in call] for call in batched(checksums, len(self._layers))]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Every command in the pages that a user reads, run as printed on a machine without a GPU.
+"""Every command in the pages that a user reads, run as printed on a machine without a GPU, but for two of other tests.
 
 Each page runs in a working copy of its own, top to bottom, so that nothing lands in this one. The environment is the
 one that runs the tests. Lines that would install, download or run these very tests are left out.

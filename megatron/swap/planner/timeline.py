@@ -335,12 +335,8 @@ class Timeline:
             self._enter(one, (What.BACKWARD_BEGIN, ""), now_ms)
 
     def _note_made(self, event: Event) -> None:
-        """Count the gradients that were made since the last call for the layer whose backward ran.
-
-        They do not count where the device's memory is that of activations alone.
-        """
+        """Count the gradients that were made since the last call for the layer whose backward ran."""
         more_bytes, self._made_bytes = event.num_bytes - self._made_bytes, event.num_bytes
-        more_bytes = min(more_bytes, self._kept_bytes(event))
         if self._maker is not None and more_bytes > 0:
             self._maker.made_bytes += more_bytes
             self._made_in_layers_bytes += more_bytes

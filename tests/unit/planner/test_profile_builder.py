@@ -95,19 +95,6 @@ class TestALayer:
         (entry,) = built(script.use(-made).note(What.STEP).recording, num_micro_batches=2).layers
         assert entry.made_mib == mean
 
-    def test_gradients_beyond_the_devices_memory_do_not_count(self) -> None:
-        """The emulated device has activations alone."""
-        script, layers = Script(), [Layer(0), Layer(1)]
-        script.note(What.STEP)
-        for layer in layers:
-            layer.forward(script)
-        for made, layer in enumerate(reversed(layers)):
-            script.note(What.BACKWARD_BEGIN, pass_key=layer.key, num_bytes=made * GIB).after(1)
-            script.note(What.ASKED, storage=layer.outer).free(layer.outer).free(layer.inner)
-            script.note(What.BACKWARD_END, pass_key=layer.key, num_bytes=(made + 1) * GIB)
-        (entry,) = built(script.note(What.STEP).recording).layers
-        assert entry.made_mib == 0
-
     def test_forwards_peak_is_above_saved_storages(self) -> None:
         script, layer = Script(), Layer(0)
         script.note(What.STEP).note(What.FORWARD_BEGIN, pass_key=layer.key).blip(45).save(layer.inner).save(layer.outer)
