@@ -3,6 +3,7 @@
     python tools/verify.py equality --spec transformer_engine local --output equality.jsonl
     python tools/verify.py overhead --case L16-h4096 --output overhead.jsonl
     python tools/verify.py ranks --case tp2-sp pp2-vpp dp2-distopt --output ranks.jsonl
+    python tools/verify.py ranks --case tp2-sp-pp2 cp2-dp2 --budget-share 0.9 --output four-ranks.jsonl
     python tools/verify.py equality --case L32-h2048 --extra "--micro-batch-size 23 --global-batch-size 23" --settings \
         "--swap-layers none --swap-oom-guard" "--swap-memory-gib 130 --swap-oom-guard" --held-gib 16 --output out.jsonl
 
@@ -61,16 +62,26 @@ SETTINGS = (
     "--swap-layers all",
     "--swap-layers 0-3 --swap-recompute norm activation rotary linear --swap-verify",
 )
+PLANNED = "--swap-optimizer auto"
 NULL_WHERE_FAILED = (
     "step_ms_median", "step_ms_all", "first_step_ms", "device_peak_gib", "device_static_gib", "device_reserved_gib",
     "host_peak_gib", "tokens_per_s", "num_params", "loss_hex", "losses_equal",
 )  # fmt: skip
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+    "--disable-bias-linear"
+)
 RANKS = {
-    "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "pp2": "--pipeline-model-parallel-size 2",
-    "pp2-vpp": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
-    "dp2-distopt": "--use-distributed-optimizer",
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2-vpp": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"),
+    "dp2-distopt": (2, "--use-distributed-optimizer"),
+    "tp2-sp-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+    "pp4-vpp2": (4, "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"),
+    "ep2-dp2": (4, f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer"),
+    "cp2-dp2": (4, "--context-parallel-size 2 --use-distributed-optimizer"),
 }
+"""The ranks of each way to split, and its flags."""
 
 
 class VerifyError(ValueError):
@@ -139,22 +150,33 @@ def equality(verifier: Verifier) -> Iterator[Row]:
 
 
 def ranks(verifier: Verifier) -> Iterator[Row]:
-    """Compare losses, gradient norms and weights on two ranks, for each way of splitting the model or the data."""
+    """Compare losses, gradient norms and weights on several ranks, for each way of splitting the model or the data."""
     options = verifier.options
     for case in options.case:
+        num_ranks, split = RANKS[case]
         flags = (
             f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags(verifier.on_gpu)} "
-            f"{RANKS[case]} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
+            f"{split} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
         )
         settings = options.settings or ["--swap-layers all"]
-        yield from compare(verifier, case, flags, ["--swap-layers none", *settings], num_ranks=2)
+        yield from compare(verifier, case, flags, ["--swap-layers none", *settings], num_ranks)
 
 
 def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> Iterator[Row]:
-    """Train with each of the settings (our flags) and compare with the first completed run."""
+    """Train with each of the settings (our flags) and compare with the first completed run.
+
+    With ``--budget-share``, the last run has a budget of this share of the memory that the first one reserved.
+    """
+    options = verifier.options
     first: Row | None = None
-    for setting in settings:
-        given = f"{flags} {setting} {verifier.options.extra}"
+    for setting in [*settings, *([PLANNED] if options.budget_share else [])]:
+        if setting == PLANNED:
+            if first is None:
+                break
+            # Without a GPU, a budget is for the bytes that autograd holds.
+            used_gib = first["device_reserved_gib"] or first["saved_peak_gib"]
+            setting += f" --swap-memory-gib {options.budget_share * used_gib:.6f}"
+        given = f"{flags} {setting} {options.extra}"
         row = verifier.run(setting.removeprefix("--"), given, num_ranks=num_ranks)
         row["case"] = case
         if first is None and row["outcome"] == "ok":
@@ -273,6 +295,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--settings", nargs="+", help="equality, ranks: flags of each run that is compared with the unswapped one"
     )
+    parser.add_argument(
+        "--budget-share", type=float,
+        help="equality, ranks: also a planned run, with this share of the memory that the unswapped run reserved",
+    )  # fmt: skip
     parser.add_argument("--extra", default="", help="more flags for every run")
     parser.add_argument(
         "--held-gib", nargs="+", type=float, default=[],
@@ -283,9 +309,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.steps < NUM_WARM_UP + 2:
         least = NUM_WARM_UP + 2
         parser.error(f"--steps {options.steps}: {NUM_WARM_UP} are warm-up and one may be traced; at least {least}")
+    if options.budget_share is not None and not 0 < options.budget_share <= 1:
+        parser.error(f"--budget-share {options.budget_share:g}: must be above 0 and at most 1")
     if not all(0 <= gib < math.inf for gib in options.held_gib):
         parser.error(f"--held-gib {' '.join(map(str, options.held_gib))}: must be numbers of GiB, 0 or more")
-    usual = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": list(RANKS)}
+    pairs = [case for case, (num_ranks, _) in RANKS.items() if num_ranks == 2]
+    usual = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": pairs}
     options.case = options.case or usual[options.what]
     signal.signal(signal.SIGTERM, interrupt)
     try:
