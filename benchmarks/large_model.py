@@ -40,7 +40,7 @@ def evenly(chosen: int, layers: int) -> set[int]:
 
 
 def build(
-    shape: str, num_layers: int | None, device_layers: int | None, fused_norms: bool = False
+    shape: str, num_layers: int | None, device_layers: int | None, fused_norms: bool = False, attention: str = "sdpa"
 ) -> tuple[Any, list[nn.Module]]:
     """Return a model of transformers, frozen and without values, and its layers whose weights are in host memory.
 
@@ -49,12 +49,13 @@ def build(
         num_layers: default: as the shape.
         device_layers: layers whose weights are on the device, as are embedding and head; default: all.
         fused_norms: replace transformers' RMS norms, eight operators each, by PyTorch's, one kernel.
+        attention: transformers' name of its implementation.
     """
     family, sizes = SHAPES[shape]
     config = family(**{**sizes, **({} if num_layers is None else {"num_hidden_layers": num_layers})})
     config.dtype = torch.bfloat16
     with accelerate.init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     if fused_norms:
         _fuse_norms(model)
     layers = list(model.model.layers)

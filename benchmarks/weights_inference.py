@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--decode", type=int, default=4, help="tokens to decode after it, for each sequence")
     options.add_argument("--steps", type=int, default=2, help="prompts to time, after another one")
     options.add_argument("--method", choices=METHODS, default=SWAP)
+    options.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="transformers' implementation")
     options.add_argument("--digests", choices=(OUTPUTS, WEIGHTS), help="what to compare bit by bit")
     return options
 
@@ -105,7 +106,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run prompts and decode, and return the row."""
     start = time.perf_counter()
     num_on_device = None if options.method == ON_DEVICE else options.device_layers
-    model, host_layers = build(options.shape, options.layers, num_on_device)
+    model, host_layers = build(
+        options.shape, options.layers, num_on_device, attention=options.attention
+    )
     model.eval()
     with ExitStack() as stack:
         swapped = stack.enter_context(swap.weights(model, host_layers)) if options.method == SWAP else None
@@ -140,7 +143,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         prefill_ms = timed(prefill, options.steps)
         run(made[-1])
         decode_ms = timed(lambda: run(made[-1]), options.decode)
-        row: dict[str, Any] = {name: getattr(options, name) for name in ("method", "shape", "batch", "tokens")}
+        given = ("method", "attention", "shape", "batch", "tokens")
+        row: dict[str, Any] = {name: getattr(options, name) for name in given}
         row |= {"layers": len(model.model.layers), "device_layers": len(model.model.layers) - len(host_layers)}
         row |= {"prefill_tokens_per_s": round(1e3 * options.batch * options.tokens / prefill_ms, 1)}
         row |= {"prefill_ms": round(prefill_ms, 1), "decode_tokens_per_s": round(1e3 * options.batch / decode_ms, 2)}
