@@ -218,7 +218,10 @@ class AutoPlan:
         if (workload := self._machine.planned) is not None:
             profile, plan = self._profiler.measured(workload).profile, self._machine.best_plan
             is_alike = profile.num_micro_batches == self._meter.num_micro_batches  # workloads count up to a limit
-            if plan is not None and workload.best_ms is not None and is_alike and self._parts.device.keeps_time:
+            # The plan is for the sites of the rank that has solved for the stage. Context parallel ranks have others.
+            leads = self._planner.leaders.get(self._parts.pipeline_rank) == self._ranks.rank
+            has_times = leads and is_alike and self._parts.device.keeps_time
+            if plan is not None and workload.best_ms is not None and has_times:
                 profile = with_measured_step(profile, plan, workload.best_ms)
             self._files.save(plan, profile, self._planner.leaders)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Plan, load_plan
 from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.planner.profile import load_profile
+from megatron.swap.planner.solve import solve
 from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder
 from tests.lazy_device import LazyDevice
@@ -241,6 +243,26 @@ def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(mon
     assert not training.target.policy.is_short
     assert training.num_followed == 1
     assert training.step(10.0) == 10.0
+
+
+@pytest.mark.parametrize("leader", [0, 1])
+def test_a_plan_need_not_name_the_sites_of_a_rank_that_did_not_make_it(
+    leader: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Context parallel ranks save other tensors. Only the rank that plans adds a measured step to its profile."""
+    training = Training(CachingDevice(), monkeypatch)
+    mine, theirs = random_profile(1), random_profile(1)
+    others = replace(theirs.layers[0].sites[0], site="core_attention/7")
+    theirs = replace(theirs, layers=(replace(theirs.layers[0], sites=(others,)), *theirs.layers[1:]))
+    plan = solve(theirs, 1e3).plan
+    training.num_micro_batches = mine.num_micro_batches
+    training.step(10.0)
+    workload = SimpleNamespace(best_ms=2.0 * plan.predicted.step_ms)  # type: ignore[union-attr]
+    training.machine.__dict__ |= {"planned": workload, "best_plan": plan, "has_been_stable": False}
+    monkeypatch.setattr(training.auto, "_profiler", SimpleNamespace(measured=lambda _: SimpleNamespace(profile=mine)))
+    monkeypatch.setattr(training.auto._planner, "leaders", {0: leader})
+    with nullcontext() if leader else pytest.raises(UsageError, match="names the site 'core_attention/7'"):
+        training.auto._save()
 
 
 @pytest.mark.parametrize("full", ["save_plan", "save_profile"])
