@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.rows import UNPLANNED, Row, RowError
+from benchmarks.rows import NOT_STABLE, UNPLANNED, Row, RowError
 from benchmarks.runner import launch
 from benchmarks.runner.memory_hog import MemoryHogError, memory_hog
 from benchmarks.runner.request import Request
@@ -110,6 +110,8 @@ class Verifier:
         row: Row = {"method": name, "flags": flags, "num_ranks": num_ranks, "outcome": finished.outcome}
         if finished.outcome == "ok":
             row.update(measured(finished.result))
+            if row["step_ms_median"] is None:
+                row["outcome"] = NOT_STABLE
         else:
             row.update(dict.fromkeys(NULL_WHERE_FAILED), output_tail=finished.output_tail)
             print(finished.output_tail, flush=True)

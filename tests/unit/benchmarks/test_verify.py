@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,11 +12,16 @@ import pytest
 
 from benchmarks import verify
 from benchmarks.rows import Row, read_rows
+from benchmarks.runner.launch import Finished
 from tests.unit.benchmarks.made_report import a_row
 
 
-@pytest.mark.parametrize(("step_ms", "tokens_per_s"), [(500.0, 16.0), (None, None)])
-def test_a_run_whose_plan_never_stood_has_no_time(step_ms: float | None, tokens_per_s: float | None) -> None:
+@pytest.mark.parametrize(
+    ("step_ms", "tokens_per_s", "outcome"), [(500.0, 16.0, "ok"), (None, None, "not stable")]
+)
+def test_a_run_whose_plan_never_stood_has_no_time(
+    step_ms: float | None, tokens_per_s: float | None, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     summary = {
         **dict.fromkeys(verify.SUMMARY_FIELDS),
         "device_peak_bytes": 2 << 30, "host_leased_peak_bytes": 0, "host_booked_bytes": 0, "saved_peak_bytes": None,
@@ -24,7 +30,9 @@ def test_a_run_whose_plan_never_stood_has_no_time(step_ms: float | None, tokens_
     result = {
         "summary": summary, "planning": None, "unstable_steps": [], "tokens_per_step": 8, "step_ms_median": step_ms
     }  # fmt: skip
-    row = verify.measured(result)
+    monkeypatch.setattr(verify.launch, "run", lambda *_, **__: Finished("ok", dict(result), ""))
+    row = verify.Verifier(Namespace(), FACTS).run("planned", "")
+    assert row["outcome"] == outcome
     assert row["tokens_per_s"] == tokens_per_s
     assert (row["device_peak_gib"], row["layer_out_bytes"], row["rescues_by_step"]) == (2.0, {"0": 8}, [3])
 
@@ -99,3 +107,21 @@ def test_two_at_once_do_not_lose_each_others_rows(
         assert status("equality", "--output", tmp_path / "rows.jsonl") == 1
     assert "another run is writing it" in capsys.readouterr().err
     assert holds == []
+
+
+def test_a_budget_is_a_share_of_what_the_unswapped_run_reserved(tmp_path: Path, holds: list[list[float]]) -> None:
+    output = tmp_path / "rows.jsonl"
+    words = ("ranks", "--case", "tp2-sp-pp2", "cp2-dp2", "--steps", 30, "--output", output)
+    assert status(*words, "--budget-share", 0.75) == 0
+    rows = read_rows(output)
+    methods = ["swap-layers none", "swap-layers all", "swap-optimizer auto --swap-memory-gib 0.750000"]
+    assert [(row["case"], row["method"]) for row in rows] == [
+        (case, method) for case in ("tp2-sp-pp2", "cp2-dp2") for method in methods
+    ]
+    assert "--context-parallel-size 2" in rows[-1]["flags"]
+
+
+def test_a_share_above_all_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        status("ranks", "--budget-share", 1.5, "--output", tmp_path / "rows.jsonl")
+    assert "--budget-share 1.5: must be above 0 and at most 1" in capsys.readouterr().err
