@@ -79,6 +79,8 @@ RANKS = {
     "tp2-sp-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
     "pp4-vpp2": (4, "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"),
     "ep2-dp2": (4, f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer"),
+    "ep2": (2, f"{MOE} --expert-model-parallel-size 2"),
+    "cp2": (2, "--context-parallel-size 2"),
     "cp2-dp2": (4, "--context-parallel-size 2 --use-distributed-optimizer"),
 }
 """The ranks of each way to split, and its flags."""
@@ -148,7 +150,8 @@ def equality(verifier: Verifier) -> Iterator[Row]:
             f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags(verifier.on_gpu)} "
             f"--global-batch-size 8 --train-iters {options.steps} --swap-deterministic"
         )
-        yield from compare(verifier, spec, flags, ["--swap-layers none", *(options.settings or SETTINGS)])
+        settings = SETTINGS if options.settings is None else options.settings
+        yield from compare(verifier, spec, flags, ["--swap-layers none", *settings])
 
 
 def ranks(verifier: Verifier) -> Iterator[Row]:
@@ -160,7 +163,7 @@ def ranks(verifier: Verifier) -> Iterator[Row]:
             f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags(verifier.on_gpu)} "
             f"{split} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
         )
-        settings = options.settings or ["--swap-layers all"]
+        settings = ["--swap-layers all"] if options.settings is None else options.settings
         yield from compare(verifier, case, flags, ["--swap-layers none", *settings], num_ranks)
 
 
@@ -295,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--micro-batches", type=int, default=4, help="overhead: micro-batches a step")
     parser.add_argument(
-        "--settings", nargs="+", help="equality, ranks: flags of each run that is compared with the unswapped one"
+        "--settings", nargs="*", help="equality, ranks: flags of each run that is compared with the unswapped one"
     )
     parser.add_argument(
         "--budget-share", type=float,
