@@ -271,15 +271,15 @@ Does Megatron Swap work with your flags? A row is a Megatron flag, a column a pa
 
 | cell | meaning |
 |---|---|
-| GPU | On H200 GPUs, losses were equal to the bit with and without Megatron Swap. |
-| ran | On H200 GPUs, training ran, not compared to the bit. |
-| CPU | A test of a tiny model without a GPU compares the last checkpoint to the bit, most also losses. |
-| refused | The flag is refused by name before the model is built. |
-| needs TE | A test shows that Megatron fails without TransformerEngine. |
-| sources | The patches were written for this source. No run was made. |
+| GPU | On H200s or H100s, losses equal those without Megatron Swap to the bit. |
+| ran | Training ran there, not compared. |
+| CPU | A test of a tiny model compares the last checkpoint, most also losses. |
+| refused | Refused by name before the model is built. |
+| needs TE | Megatron fails without TransformerEngine. |
+| sources | Patches were written for this source; not run. |
 | – | Not tested. |
 
-GPU runs are the rows of `docs/results`.
+GPU runs are rows of `docs/results`.
 """
 
 VERSIONS_HEAD = """\

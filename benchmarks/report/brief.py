@@ -48,7 +48,7 @@ class Brief:
         """Count the runs that were compared bit for bit with a run without Megatron Swap, and those that are equal."""
         found = {
             "one GPU": self._equal("prove-equality"),
-            "two GPUs: tensor, pipeline, data parallel": self._equal("prove-ranks"),
+            "two and four GPUs: tensor, pipeline, context, expert, data parallel": self._equal("prove-ranks"),
             "MoE, changing lengths, optimizer state (losses only)": self._equal("h200-planner", "h200-optimizer"),
         }
         lines = [[where, str(len(equal)), str(sum(equal))] for where, equal in found.items() if equal]
@@ -286,7 +286,9 @@ class Brief:
 
     @property
     def machine(self) -> str:
-        return ", ".join(sorted({row["machine"]["gpu"] for _, rows in self.results.files for row in rows}))
+        """Return the GPUs of runs on one GPU: runs on several prove equality alone."""
+        found = [row["machine"] for _, rows in self.results.files for row in rows]
+        return ", ".join(sorted({one["gpu"] for one in found if one.get("num_gpus", 1) == 1}))
 
 
 def planned_shown(rows: Sequence[Row]) -> list[Row]:

@@ -10,13 +10,15 @@ from benchmarks.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, gib
 from benchmarks.report.overhead import CaseCost, Rung
 from benchmarks.report.selection import VERIFIED
 from benchmarks.report.text import ABSENT, Table, cell_gib, cell_number, cell_ratio, cell_share, cell_spread
-from benchmarks.rows import GIB, PEAKS, Row, outcome, peak_gib
+from benchmarks.rows import GIB, NOT_STABLE, PEAKS, Row, outcome, peak_gib
 from benchmarks.suites import losses
 from benchmarks.suites.table import OTHER
 
 PLAIN = "none"
 """The method that runs Megatron alone."""
 COMPARED = ("losses_equal", "grad_norms_equal", "weights_sha256_equal")
+COMPLETE = ("ok", NOT_STABLE)
+"""Outcomes of runs that made all their steps: these can be compared, whatever their times are."""
 
 
 def name(row: Row) -> str:
@@ -159,7 +161,7 @@ class EqualRun:
     @property
     def is_equal(self) -> bool:
         """Return whether losses, gradient norms and weights are equal, as far as they were compared."""
-        return self.row["outcome"] == "ok" and all(self.row.get(field) is not False for field in COMPARED)
+        return self.row["outcome"] in COMPLETE and all(self.row.get(field) is not False for field in COMPARED)
 
 
 def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
@@ -214,7 +216,7 @@ def equality_table(runs: Sequence[EqualRun]) -> Table:
 
 
 def _equal(row: Row, field: str) -> str:
-    if row["outcome"] != "ok":
+    if row["outcome"] not in COMPLETE:
         return outcome(row)
     if row.get(field) is None:
         return ABSENT
