@@ -3,8 +3,8 @@
 The rules are those of ``CUDACachingAllocator``: requests are rounded to 512 bytes; the smallest free block that is
 large enough is taken, and split; a new segment is made where none is; a freed block is joined with free neighbours in
 its segment. Small and large requests have separate blocks. With ``expandable_segments:True`` each of both has one
-segment, which grows at its end; of free blocks the smallest counts there too, and ``release_cached`` gives back parts
-that PyTorch would keep.
+segment, which grows at its end, so that its last block is taken if no other is large enough; ``release_cached`` gives
+back parts that PyTorch would keep.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class DryAllocator:
         is_small = num_bytes <= SMALL_BYTES
         free = self._free[is_small]
         found = bisect_left(free, (num_bytes, -1), key=lambda block: block.key)
+        # The last block of a segment that grows counts as large as it can become.
+        if self._is_expandable and found + 1 < len(free) and free[found] is self._last[is_small]:
+            found += 1
         block = free.pop(found) if found < len(free) else self._segment(num_bytes, is_small)
         block.is_free = False
         rest = block.num_bytes - num_bytes

@@ -135,6 +135,21 @@ def test_it_reserves_what_pytorch_reserves(seed: int, expandable: bool, monkeypa
     assert json.loads(done.stdout) == reserved_after(made, expandable)
 
 
+def test_the_end_of_a_segment_that_expands_is_taken_last() -> None:
+    """It counts as large as it may become: a larger block before it is split, so that the end stays whole."""
+    allocator = DryAllocator(expandable=True)
+    blocks = [allocator.allocate(size * MIB) for size in (60, 20, 40)]
+    for block in (blocks[0], blocks[2]):
+        allocator.free(block)
+    inner = allocator.allocate(40 * MIB)  # the end has just this size
+    assert inner.after is not None
+    reserved_bytes = allocator.reserved_bytes
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved_bytes == reserved_bytes
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved_bytes == reserved_bytes + 40 * MIB
+
+
 def test_segments_without_a_block_in_use_are_given_back() -> None:
     allocator = DryAllocator()
     blocks = [allocator.allocate(size * MIB) for size in (64, 5, 5)]  # the last two share a segment
