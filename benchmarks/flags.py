@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shlex
 from collections.abc import Sequence
@@ -26,9 +27,15 @@ class Shape:
     """Per step, on a single data-parallel rank."""
 
 
+@functools.cache
+def _words(flags: str) -> tuple[str, ...]:
+    """A report asks the same rows thousands of times."""
+    return tuple(shlex.split(flags))
+
+
 def value(row: Row, flag: str) -> str | None:
     """Return the last value of a flag, which is the one that Megatron's parser takes."""
-    words = shlex.split(row["flags"])
+    words = _words(row["flags"])
     found = [after for word, after in itertools.pairwise(words) if word == flag]
     return found[-1] if found else None
 
@@ -69,7 +76,7 @@ def recomputed_sites(row: Row) -> str | None:
 
 
 def _words_after(row: Row, flag: str) -> str | None:
-    words = shlex.split(row["flags"])
+    words = _words(row["flags"])
     if flag not in words:
         return None
     rest = words[words.index(flag) + 1 :]
@@ -78,7 +85,7 @@ def _words_after(row: Row, flag: str) -> str | None:
 
 def is_planned(row: Row) -> bool:
     """Return whether the run follows a plan: found in the run, or read from a file."""
-    words = tuple(shlex.split(row["flags"]))
+    words = _words(row["flags"])
     return searches(words) or plan_file(words) is not None
 
 
@@ -90,7 +97,7 @@ def swaps_optimizer(row: Row) -> bool:
 
 def is_guarded(row: Row) -> bool:
     """Return whether the out-of-memory guard is on."""
-    return "--swap-oom-guard" in shlex.split(row["flags"])
+    return "--swap-oom-guard" in _words(row["flags"])
 
 
 def is_ours(row: Row) -> bool:
@@ -103,7 +110,7 @@ def without_swap(row: Row) -> tuple[str, ...]:
     """Return the flags of the same run without swapping."""
     words: list[str] = []
     is_swap = False
-    for word in shlex.split(row["flags"]):
+    for word in _words(row["flags"]):
         if word.startswith("--"):
             is_swap = word.startswith("--swap-")
         if not is_swap:
@@ -132,8 +139,8 @@ def training(row: Row) -> tuple[str, ...]:
 
 def added(row: Row, others: Sequence[Row]) -> str:
     """Return the run's flags without the leading ones that it shares with all of ``others``."""
-    words = shlex.split(row["flags"])
-    together = zip(words, *(shlex.split(other["flags"]) for other in others), strict=False)
+    words = _words(row["flags"])
+    together = zip(words, *(_words(other["flags"]) for other in others), strict=False)
     start = sum(1 for _ in itertools.takewhile(lambda places: len(set(places)) == 1, together))
     while 0 < start < len(words) and not words[start].startswith("--"):  # a value of a flag that all have
         start -= 1
@@ -142,7 +149,7 @@ def added(row: Row, others: Sequence[Row]) -> str:
 
 def means(row: Row) -> set[str]:
     """Return how the method saves memory, apart from Megatron Swap."""
-    words = shlex.split(row["flags"])
+    words = _words(row["flags"])
     wrap = row.get("wrap") or ""
     found = set()
     if "--recompute-granularity" in words or "checkpoint" in wrap:

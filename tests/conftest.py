@@ -21,7 +21,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not IS_SHORT or not slow:
         return
     config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in set(slow)]
+    left_out = set(slow)
+    items[:] = [item for item in items if item not in left_out]
     if LEFT_OUT is not None:  # each worker writes the same
         num_training = sum("integration" in item.path.parts for item in slow)
         counts = f"{num_training} of training runs and programs, {len(slow) - num_training} unit tests"

@@ -215,6 +215,7 @@ class Trainer:
         self, flags: str = "", *, ranks: int = 1, saved: str = "torch", program: Path = PROGRAM
     ) -> Run:
         """Return the run without swapping. The first caller makes it."""
+        flags = " ".join(flags.split())
         name = hashlib.sha256(f"{ranks} {saved} {program.name} {flags}".encode()).hexdigest()[:16]
         directory = self._shared / name
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""Every command in the pages that a user reads, run as printed on a machine without a GPU, but for two of other tests.
+"""Every command in the pages that a user reads, run as printed on a machine without a GPU, if no other test runs it.
 
-Each page runs in a working copy of its own, top to bottom, so that nothing lands in this one. The environment is the
-one that runs the tests. Lines that would install, download or run these very tests are left out.
+Each page runs in a working copy of its own, top to bottom, so that nothing lands in this one. Its tiny preset has
+half of the micro-batches: ``test_examples`` trains the whole one. The environment is the one that runs the tests.
+Lines that would install, download or run these very tests are left out.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ FIRST = "bash examples/pretrain_gpt_swap.sh --swap-layers 0-23"
 """``test_examples.test_the_first_command`` runs it, and reads what it prints."""
 TRACED = "PROFILER=torch PROFILE_STEPS=3 bash tools/profile.sh --swap-layers 0-3"
 """``test_profile`` runs it, with a smaller model."""
+EXAMPLES = tuple(f"PYTHONPATH=. .venv/bin/python examples/{name}.py" for name in ("swap_hugging_face", "swap_cnn"))
+"""``test_examples`` runs them, and reads what they print."""
 LEFT_OUT = re.compile(r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install)\b")
 TIMEOUT_S = 900.0
+TINY = ("micro=4 batch=8 vocabulary=257", "micro=4 batch=4 vocabulary=257")
+"""The preset without a GPU, and what pages run: one micro-batch a step in place of two. It holds as much at once."""
 
 
 def with_blocks(kind: str) -> list[Path]:
@@ -51,6 +56,9 @@ def copy(tmp_path: Path, corpus: Path) -> Path:
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_OURS, "shared"))
     shutil.copytree(corpus, folder / ".data")
     (folder / ".venv").symlink_to(sys.prefix)
+    example = folder / "examples" / "pretrain_gpt_swap.sh"
+    assert example.read_text().count(TINY[0]) == 1
+    example.write_text(example.read_text().replace(*TINY))
     return folder
 
 
@@ -79,14 +87,15 @@ def run(scripts: Sequence[str], folder: Path) -> None:
 
 def runnable(block: Block) -> str:
     lines = block.script.splitlines()
-    return "\n".join(line for line in lines if line not in (FIRST, TRACED) and not LEFT_OUT.match(line))
+    return "\n".join(line for line in lines if line not in (FIRST, TRACED, *EXAMPLES) and not LEFT_OUT.match(line))
 
 
 def runnable_blocks(page: Path) -> list[str]:
-    """What a page has to run: its blocks, except for those that an earlier page has too."""
+    """What a page has to run: its blocks, except for those that an earlier page has too, also where they are a line."""
     earlier = user_pages()[: user_pages().index(page)]
     done = {runnable(block) for one in earlier for block in blocks(one) if block.kind == ""}
-    found = [runnable(block) for block in blocks(page) if block.kind == ""]
+    scripts = [runnable(block) for block in blocks(page) if block.kind == ""]
+    found = ["\n".join(line for line in script.splitlines() if line not in done) for script in scripts]
     return [script for script in found if script and script not in done]
 
 

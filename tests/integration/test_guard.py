@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron.swap.common.types import GIB, MIB
-from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_training, recorded
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 from tests.unit.native.helpers import NEEDS_COMPILER
 
@@ -16,11 +16,9 @@ LARGER = "--hidden-size 128 --seq-length 256 --max-position-embeddings 256"
 """Flags that raise the sizes, so that the link can be measured on a device that is too small."""
 
 
-def memory_gib(trainer: Trainer, flags: str, short: float, *, ranks: int = 1) -> float:
+def memory_gib(plain: Run, short: float) -> float:
     """Return the device memory that lacks the fraction ``short`` of what autograd holds in the unswapped run."""
-    run = trainer.run(f"{flags} --swap-layers none --swap-cpu-memory-gib 4 {recorded('torch')}", ranks=ranks)
-    needed_bytes, saved_bytes = run.summary["device_peak_bytes"], run.summary["saved_peak_bytes"]
-    return (needed_bytes - short * saved_bytes) / GIB
+    return (plain.summary["device_peak_bytes"] - short * plain.summary["saved_peak_bytes"]) / GIB
 
 
 @pytest.mark.supports("--swap-oom-guard")
@@ -39,8 +37,8 @@ def memory_gib(trainer: Trainer, flags: str, short: float, *, ranks: int = 1) ->
 def test_a_run_that_has_too_little_memory_trains_to_the_bit(
     trainer: Trainer, flags: str, swap: str, ranks: int
 ) -> None:
-    plain = trainer.unswapped(flags, ranks=ranks)
-    limit = f"--swap-cpu-memory-gib {memory_gib(trainer, flags, 0.5, ranks=ranks)}"
+    plain = trainer.unswapped(f"{flags} --swap-cpu-memory-gib 4", ranks=ranks)
+    limit = f"--swap-cpu-memory-gib {memory_gib(plain, 0.5)}"
     dying = trainer.failing(f"{flags} --swap-layers none {limit}", ranks=ranks)
     assert "OutOfMemoryError" in dying.output
     run = trainer.run(f"{flags} {swap} {SWAP_SMALL} --swap-oom-guard {limit} {recorded('torch')}", ranks=ranks)
@@ -69,9 +67,8 @@ def test_a_run_that_has_enough_is_not_touched(trainer: Trainer) -> None:
 def test_a_run_that_plans_itself_is_rescued_until_its_plan_fits(trainer: Trainer, more: str, ranks: int) -> None:
     """The budget exceeds the device. The missing bytes lead to a plan that fits."""
     flags = f"{LARGER} --train-iters 20 --lr-decay-iters 20 {more}"
-    plain = trainer.run(f"{flags} --swap-layers none --swap-cpu-memory-gib 4 {recorded('torch')}", ranks=ranks)
-    saved_bytes = plain.summary["saved_peak_bytes"]
-    memory = (plain.summary["device_peak_bytes"] - 0.3 * saved_bytes) / GIB
+    plain = trainer.unswapped(f"{flags} --swap-cpu-memory-gib 4", ranks=ranks)
+    saved_bytes, memory = plain.summary["saved_peak_bytes"], memory_gib(plain, 0.3)
     run = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-oom-guard --swap-cpu-memory-gib {memory} "
         f"--swap-memory-gib {0.95 * saved_bytes / GIB} {recorded('torch')}",

@@ -19,7 +19,8 @@ from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_chec
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
 FUSED_ADAM = Path(__file__).with_name("fused_adam_script.py")
-STEPS = "--train-iters 30 --lr-decay-iters 30"
+STEPS = "--train-iters 16 --lr-decay-iters 16"
+"""Enough for a plan. ``tests/unit/benchmarks/test_soak.py`` has a run of three hundred steps with offloaded state."""
 BF16 = "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -39,12 +40,14 @@ def swapped(trainer: Trainer, flags: str, fraction: float, *, ranks: int = 1, sa
 
 
 SKIPS_STEPS = "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 4"
+LONG = "--train-iters 30 --lr-decay-iters 30"
+"""Enough for loss scales to fall until steps are taken, and to rise until one is skipped again."""
 
 
 @pytest.mark.supports("--swap-optimizer 1")
 @pytest.mark.parametrize(("flags", "part"), [("", 1.0), (BF16, 1.0), (BF16, 0.5), (SKIPS_STEPS, 1.0)])
-def test_thirty_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: float) -> None:
-    swapped(trainer, f"{flags} {STEPS}", part)
+def test_many_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: float) -> None:
+    swapped(trainer, f"{flags} {STEPS if flags != SKIPS_STEPS else LONG}", part)
 
 
 ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
@@ -53,7 +56,7 @@ ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
 
 @pytest.mark.supports("--swap-optimizer 1")
 @pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
-def test_thirty_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None:
+def test_many_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None:
     plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
     run = trainer.run(
         f"{flags} {STEPS} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK} {recorded('torch')}", ranks=ranks
@@ -150,7 +153,7 @@ def test_as_much_is_offloaded_as_the_budget_asks_for(
 ) -> None:
     """Budgets are fractions of the activations' memory. In the emulation, state that is kept counts too. Between the
     extremes the fraction depends on the machine's copy speed."""
-    flags += " --train-iters 16 --lr-decay-iters 16"
+    few, flags = flags, f"{flags} {STEPS}"
     plain = trainer.unswapped(flags, ranks=ranks)
     activations_gib = plain.summary["saved_peak_bytes"] / GIB / ranks
     run = trainer.run(
@@ -163,18 +166,18 @@ def test_as_much_is_offloaded_as_the_budget_asks_for(
     found = load_plan(run.directory / "plan.json").offload_fraction
     assert found is not None
     assert least <= found <= most
-    # The saved plan has the fraction to offload.
+    # The saved plan has the fraction to offload. It takes effect at once.
     again = trainer.run(
-        f"{flags} {SWAP_SMALL} --swap-optimizer auto --swap-plan {run.directory / 'plan.json'} {recorded('torch')}",
+        f"{few} {SWAP_SMALL} --swap-optimizer auto --swap-plan {run.directory / 'plan.json'} {recorded('torch')}",
         ranks=ranks,
     )
-    assert_same_training(plain, again)
+    assert_same_training(trainer.unswapped(few, ranks=ranks), again)
     assert ("optimizer state of" in again.output) == (found > 0)
 
 
 def test_state_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
     """The profile has the time of the disk, which is known once state has been read and written."""
-    flags = f"{BF16} --train-iters 16 --lr-decay-iters 16"
+    flags = f"{BF16} {STEPS}"
     plain = trainer.unswapped(flags)
     run = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-optimizer auto --swap-memory-gib {1.5 * plain.summary['saved_peak_bytes'] / GIB} "

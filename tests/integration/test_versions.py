@@ -77,10 +77,15 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def trainer(version: str, tmp_path: Path) -> Iterator[Trainer]:
-    zygote = Zygote(folder_of(version))
-    yield Trainer(zygote, tmp_path, tmp_path)
-    zygote.close()
+def trainer(version: str, zygote: Zygote, tmp_path: Path, shared_runs: Path) -> Iterator[Trainer]:
+    """Runs training with a version. The installed one shares its processes and unswapped runs with other tests."""
+    folder = folder_of(version)
+    if folder is None:
+        yield Trainer(zygote, tmp_path, shared_runs)
+        return
+    other = Zygote(folder)
+    yield Trainer(other, tmp_path, tmp_path)
+    other.close()
 
 
 def test_equal_to_the_bit(trainer: Trainer, version: str, tmp_path: Path) -> None:

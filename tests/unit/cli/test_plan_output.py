@@ -27,11 +27,17 @@ LLAMA = f"--num-layers 32 {SIZES.replace('32000', '128256')} --untie-embeddings-
 
 
 def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, list[str]]:
-    """Return exit status and the paragraphs that the program prints."""
-    status = program.main(line.split())
-    found = capsys.readouterr()
-    assert found.err == ""
-    return status, found.out.strip().split("\n\n")
+    """Return exit status and the paragraphs that the program prints. Tests that ask for the same share the answer."""
+    if line not in _ANSWERS or "--save" in line:
+        status = program.main(line.split())
+        found = capsys.readouterr()
+        assert found.err == ""
+        _ANSWERS[line] = status, found.out
+    status, out = _ANSWERS[line]
+    return status, out.strip().split("\n\n")
+
+
+_ANSWERS: dict[str, tuple[int, str]] = {}
 
 
 def rows(table: str) -> dict[str, list[str]]:
