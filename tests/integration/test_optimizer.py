@@ -55,11 +55,13 @@ ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
 
 
 @pytest.mark.supports("--swap-optimizer 1")
-@pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
+@pytest.mark.parametrize(
+    ("flags", "ranks"), [(f"{BF16} {STEPS}", 1), (f"{BF16} {DISTRIBUTED} {LONG}", 2)], ids=["bf16", "two-ranks"]
+)
 def test_many_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None:
-    plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
+    plain = trainer.unswapped(flags, ranks=ranks)
     run = trainer.run(
-        f"{flags} {STEPS} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK} {recorded('torch')}", ranks=ranks
+        f"{flags} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK} {recorded('torch')}", ranks=ranks
     )
     assert_same_training(plain, run)
     assert run.summary["optimizer_disk_bytes"] > 0

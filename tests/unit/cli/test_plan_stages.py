@@ -101,7 +101,8 @@ SHARED = "Add --use-distributed-optimizer: the 2 data-parallel ranks then share 
 @pytest.mark.parametrize(
     ("gpu", "flags", "is_told"),
     [("h100", "", True), ("rtx4090", "", True), ("h200", "--num-layers 8", False),
-     ("h100", "--use-distributed-optimizer", False), ("rtx4090", "--use-distributed-optimizer", False)],
+     pytest.param("h100", "--use-distributed-optimizer", False, marks=pytest.mark.slow),
+     ("rtx4090", "--use-distributed-optimizer", False)],
 )  # fmt: skip
 def test_shared_optimizer_state_is_advised_once(
     capsys: pytest.CaptureFixture[str], gpu: str, flags: str, is_told: bool
