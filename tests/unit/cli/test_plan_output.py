@@ -321,6 +321,7 @@ def test_host_memory_limits_what_is_offloaded() -> None:
 SMALL_HOST = f"{LLAMA} --global-batch-size 8 --use-distributed-optimizer"
 
 
+@pytest.mark.slow
 def test_a_disk_is_chosen_unasked_only_if_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """8B on 80 GB with little host memory: the disk's speed makes the step many times longer."""
     _, (verdict, *_) = planned(capsys, f"--gpu h100 --host-gib 40 -- {SMALL_HOST}")

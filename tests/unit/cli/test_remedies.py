@@ -97,7 +97,9 @@ def test_plan_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert better.endswith(" 1.12 x the unswapped step time, with --swap-optimizer auto).")
 
 
-@pytest.mark.parametrize(("given", "flag"), [(["--micro-batch-size", "2"], "1"), ([], "2")])
+@pytest.mark.parametrize(
+    ("given", "flag"), [(["--micro-batch-size", "2"], "1"), pytest.param([], "2", marks=pytest.mark.slow)]
+)
 def test_a_micro_batch_size_that_is_assumed_may_be_halved(
     given: list[str], flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

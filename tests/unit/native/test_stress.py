@@ -42,6 +42,7 @@ def core() -> str:
     return (Path(base.__file__).parent / "transfer_queue.cpp").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 240)
 def test_no_race_is_found(tmp_path: Path, core: str) -> None:
     done = run_stress(compile_stress(tmp_path, core), SECONDS)
@@ -49,6 +50,7 @@ def test_no_race_is_found(tmp_path: Path, core: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_planted_race_is_found(tmp_path: Path, core: str) -> None:
     begin = core.index("State TransferQueue::state(Ticket ticket) const {")
     lock = "  std::lock_guard lock(mutex_);\n"

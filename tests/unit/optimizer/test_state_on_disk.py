@@ -221,6 +221,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_resident_memory_falls(tmp_path: Path) -> None:
     """Resident memory falls by at least 80 % of the bytes on disk."""
 

@@ -123,6 +123,7 @@ def test_plan_predicts_the_flag_and_names_it(capsys: pytest.CaptureFixture[str])
     assert abs(eight - auto) < 0.5
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_flag_is_advised(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"--gpu h200 --memory-gib 25 -- {FLAGS} --seq-length 131072 --swap-optimizer auto"
     assert program.main(line.split()) == 1

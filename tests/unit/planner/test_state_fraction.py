@@ -71,6 +71,7 @@ def test_activations_get_the_host_memory_that_less_state_leaves(profile: Profile
     assert with_fraction(on_disk, 0.5).host_gib == pytest.approx(20 + 0.25 * state.state_gib)
 
 
+@pytest.mark.slow
 def test_the_more_memory_the_less_is_offloaded(profile: Profile) -> None:
     parts = [solve_fractions(profile, budget_gib).plan.offload_fraction for budget_gib in (25, 33, 41, 49, 80)]
     assert parts == sorted(parts, reverse=True)  # type: ignore[type-var]
