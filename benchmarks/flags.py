@@ -29,7 +29,7 @@ class Shape:
 
 @functools.cache
 def _words(flags: str) -> tuple[str, ...]:
-    """A report asks the same rows thousands of times."""
+    """Return the words of ``flags``. They are kept: a report asks for the same rows thousands of times."""
     return tuple(shlex.split(flags))
 
 

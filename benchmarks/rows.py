@@ -19,6 +19,8 @@ Check = Callable[[Row, str], None]
 NOT_READY, NOT_STABLE = "not ready", "not stable"
 """Outcomes of runs whose times do not count. Not ready: a measurement or plan file that the run needs is missing. Not
 stable: a timed step ran under a plan that was replaced later."""
+COMPLETE = ("ok", NOT_STABLE)
+"""Outcomes of runs that made all their steps: these can be compared, whatever their times are."""
 NOT_FALLING, PRUNED = "loss not falling", "pruned"
 """Outcomes of sweeps: a run made all steps but its loss did not fall; a run was not made, for the row's reason."""
 OUTCOME = re.compile(

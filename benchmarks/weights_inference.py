@@ -106,9 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run prompts and decode, and return the row."""
     start = time.perf_counter()
     num_on_device = None if options.method == ON_DEVICE else options.device_layers
-    model, host_layers = build(
-        options.shape, options.layers, num_on_device, attention=options.attention
-    )
+    model, host_layers = build(options.shape, options.layers, num_on_device, attention=options.attention)
     model.eval()
     with ExitStack() as stack:
         swapped = stack.enter_context(swap.weights(model, host_layers)) if options.method == SWAP else None

@@ -20,7 +20,7 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from benchmarks.report.tables import equal_to_plain
-from benchmarks.rows import read_rows
+from benchmarks.rows import COMPLETE, read_rows
 from megatron.swap.common.types import PRODUCERS, QUANTIZED, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
 from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
@@ -213,7 +213,7 @@ def runs_of_results() -> Iterator[Run]:
         rows = read_rows(path)
         equal = {id(run.row) for run in equal_to_plain(rows) if run.is_equal}
         for row in rows:
-            if row["outcome"] == "ok" and (row.get("machine") or {}).get("gpu"):
+            if row["outcome"] in COMPLETE and (row.get("machine") or {}).get("gpu"):
                 shows = GPU if id(row) in equal else RAN
                 yield Run(parsed(shlex.split(row["flags"])), row.get("num_ranks") or 1, shows)
 
@@ -265,16 +265,16 @@ HEAD = """\
 
 <!-- made by `python -m tests.pages` from tests, result files and the checks of flags -->
 
-Does Megatron Swap work with your flags? A row is a Megatron flag, a column a part of Megatron Swap:
+Rows are flags of Megatron, columns parts of Megatron Swap:
 *offload* (`--swap-layers`), *recompute* (`--swap-recompute`), *planner* (`--swap-memory-gib`, `--swap-plan`),
 *optimizer* (`--swap-optimizer`), *guard* (`--swap-oom-guard`).
 
 | cell | meaning |
 |---|---|
 | GPU | On H200s or H100s, losses equal those without Megatron Swap to the bit. |
-| ran | Training ran there, not compared. |
-| CPU | A test of a tiny model compares the last checkpoint, most also losses. |
-| refused | Refused by name before the model is built. |
+| ran | Training ran on H200s or H100s, not compared. |
+| CPU | A test of a tiny model without a GPU compares the last checkpoint to the bit, most also losses. |
+| refused | The flag is refused by name before the model is built. |
 | needs TE | Megatron fails without TransformerEngine. |
 | sources | Patches were written for this source; not run. |
 | – | Not tested. |
@@ -285,8 +285,8 @@ GPU runs are rows of `docs/results`.
 VERSIONS_HEAD = """\
 ## Versions
 
-`tests/integration/test_versions.py` trains with each version of megatron-core. Other versions train too if the patched
-functions have the same source. If they do not, [a message](../guide/troubleshooting.md) names what differs.
+`tests/integration/test_versions.py` trains with each version of megatron-core. Others train if the patched functions
+have the same source; else [a message](../guide/troubleshooting.md) names what differs.
 `tests/integration/test_built_model.py` does so with [`swap.install`](python.md), which needs `megatron.core` alone.
 0.16.1 has no trainer, and that of 0.17.1 is refused.
 """

@@ -287,8 +287,8 @@ class Brief:
     @property
     def machine(self) -> str:
         """Return the GPUs of runs on one GPU: runs on several prove equality alone."""
-        found = [row["machine"] for _, rows in self.results.files for row in rows]
-        return ", ".join(sorted({one["gpu"] for one in found if one.get("num_gpus", 1) == 1}))
+        alone = [row for _, rows in self.results.files for row in rows if (row.get("num_ranks") or 1) == 1]
+        return ", ".join(sorted({row["machine"]["gpu"] for row in alone}))
 
 
 def planned_shown(rows: Sequence[Row]) -> list[Row]:

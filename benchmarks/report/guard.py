@@ -7,7 +7,7 @@ from typing import Protocol
 
 from benchmarks.flags import is_guarded, training, without_guard
 from benchmarks.report.text import ABSENT, Table, cell_gib, cell_ms, cell_number, cell_ratio, cell_share, listed
-from benchmarks.rows import GIB, Row, outcome
+from benchmarks.rows import COMPLETE, GIB, Row, outcome
 
 COMPARED = ("losses", "grad_norms")
 
@@ -43,7 +43,7 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         rescues, num_steps = row.get("rescues_by_step") or (), len(row.get("losses") or ())
         rescued_bytes, first_ms = row.get("rescued_bytes"), row.get("first_step_ms")
-        trained = row["outcome"] == "ok"
+        trained = row["outcome"] in COMPLETE
         reference = references.get(training(row))
         if trained:
             references.setdefault(training(row), row)

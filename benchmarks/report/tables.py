@@ -10,15 +10,13 @@ from benchmarks.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, gib
 from benchmarks.report.overhead import CaseCost, Rung
 from benchmarks.report.selection import VERIFIED
 from benchmarks.report.text import ABSENT, Table, cell_gib, cell_number, cell_ratio, cell_share, cell_spread
-from benchmarks.rows import GIB, NOT_STABLE, PEAKS, Row, outcome, peak_gib
+from benchmarks.rows import COMPLETE, GIB, PEAKS, Row, outcome, peak_gib
 from benchmarks.suites import losses
 from benchmarks.suites.table import OTHER
 
 PLAIN = "none"
 """The method that runs Megatron alone."""
 COMPARED = ("losses_equal", "grad_norms_equal", "weights_sha256_equal")
-COMPLETE = ("ok", NOT_STABLE)
-"""Outcomes of runs that made all their steps: these can be compared, whatever their times are."""
 
 
 def name(row: Row) -> str:

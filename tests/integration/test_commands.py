@@ -30,7 +30,7 @@ EXAMPLES = tuple(f"PYTHONPATH=. .venv/bin/python examples/{name}.py" for name in
 LEFT_OUT = re.compile(r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install)\b")
 TIMEOUT_S = 900.0
 TINY = ("micro=4 batch=8 vocabulary=257", "micro=4 batch=4 vocabulary=257")
-"""The preset without a GPU, and what pages run: one micro-batch a step in place of two. It holds as much at once."""
+"""The preset without a GPU, and what pages run: one micro-batch a step in place of two. The peak is the same."""
 
 
 def with_blocks(kind: str) -> list[Path]:
@@ -91,7 +91,7 @@ def runnable(block: Block) -> str:
 
 
 def runnable_blocks(page: Path) -> list[str]:
-    """What a page has to run: its blocks, except for those that an earlier page has too, also where they are a line."""
+    """What a page has to run: its blocks, except for those, and lines, that are a block of an earlier page."""
     earlier = user_pages()[: user_pages().index(page)]
     done = {runnable(block) for one in earlier for block in blocks(one) if block.kind == ""}
     scripts = [runnable(block) for block in blocks(page) if block.kind == ""]

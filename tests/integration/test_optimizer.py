@@ -20,7 +20,7 @@ from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_chec
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
 FUSED_ADAM = Path(__file__).with_name("fused_adam_script.py")
 STEPS = "--train-iters 16 --lr-decay-iters 16"
-"""Enough for a plan. ``tests/unit/benchmarks/test_soak.py`` has a run of three hundred steps with offloaded state."""
+"""Enough for a plan. ``tests/unit/benchmarks/test_soak.py`` has one of three hundred (``--all``)."""
 BF16 = "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 

@@ -220,8 +220,8 @@ class AutoPlan:
             is_alike = profile.num_micro_batches == self._meter.num_micro_batches  # workloads count up to a limit
             # The plan is for the sites of the rank that has solved for the stage. Context parallel ranks have others.
             leads = self._planner.leaders.get(self._parts.pipeline_rank) == self._ranks.rank
-            has_times = leads and is_alike and self._parts.device.keeps_time
-            if plan is not None and workload.best_ms is not None and has_times:
+            may_add_step = leads and is_alike and self._parts.device.keeps_time
+            if plan is not None and workload.best_ms is not None and may_add_step:
                 profile = with_measured_step(profile, plan, workload.best_ms)
             self._files.save(plan, profile, self._planner.leaders)
 

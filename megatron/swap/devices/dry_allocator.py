@@ -3,8 +3,9 @@
 The rules are those of ``CUDACachingAllocator``: requests are rounded to 512 bytes; the smallest free block that is
 large enough is taken, and split; a new segment is made where none is; a freed block is joined with free neighbours in
 its segment. Small and large requests have separate blocks. With ``expandable_segments:True`` each of both has one
-segment, which grows at its end, so that its last block is taken if no other is large enough; ``release_cached`` gives
-back parts that PyTorch would keep.
+segment, which grows at its end. Its last block counts as large as it can become, so it is taken only if no other free
+block is large enough (PyTorch: any block before a hole, of which there are more once memory was given back).
+``release_cached`` gives back parts that PyTorch would keep.
 """
 
 from __future__ import annotations

@@ -52,10 +52,11 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
         yield
         now.clear()
 
-    def run(verifier: verify.Verifier, name: str, flags: str, **_: object) -> Row:
+    def run(verifier: verify.Verifier, name: str, flags: str, num_ranks: int = 1, **_: object) -> Row:
         seen.append([*now])
         losses = {"losses": ["0x1p+0"], "grad_norms": ["0x1p+0"], "weights_sha256": "x"}
-        return {**a_row(name, 10.0, 1.0), "flags": flags, **losses}
+        gib = 2.0 if name == "swap-layers none" else 1.0
+        return {**a_row(name, 10.0, gib), "flags": flags, "num_ranks": num_ranks, **losses}
 
     monkeypatch.setattr(verify.machine, "facts", lambda: FACTS)
     monkeypatch.setattr(verify, "memory_hog", memory_hog)
@@ -111,17 +112,27 @@ def test_two_at_once_do_not_lose_each_others_rows(
 
 def test_a_budget_is_a_share_of_what_the_unswapped_run_reserved(tmp_path: Path, holds: list[list[float]]) -> None:
     output = tmp_path / "rows.jsonl"
-    words = ("ranks", "--case", "tp2-sp-pp2", "cp2-dp2", "--steps", 30, "--output", output)
+    words = ("ranks", "--case", "tp2-sp-pp2", "cp2", "--steps", 30, "--output", output)
     assert status(*words, "--budget-share", 0.75) == 0
     rows = read_rows(output)
-    methods = ["swap-layers none", "swap-layers all", "swap-optimizer auto --swap-memory-gib 0.750000"]
+    methods = ["swap-layers none", "swap-layers all", "swap-optimizer auto --swap-memory-gib 1.500000"]
     assert [(row["case"], row["method"]) for row in rows] == [
-        (case, method) for case in ("tp2-sp-pp2", "cp2-dp2") for method in methods
+        (case, method) for case in ("tp2-sp-pp2", "cp2") for method in methods
     ]
+    assert [row["num_ranks"] for row in rows] == [4] * 3 + [2] * 3
     assert "--context-parallel-size 2" in rows[-1]["flags"]
 
 
-def test_a_share_above_all_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("share", ["1.5", "0", "-1", "nan"])
+def test_what_is_no_share_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], share: str) -> None:
     with pytest.raises(SystemExit):
-        status("ranks", "--budget-share", 1.5, "--output", tmp_path / "rows.jsonl")
-    assert "--budget-share 1.5: must be above 0 and at most 1" in capsys.readouterr().err
+        status("ranks", "--budget-share", share, "--output", tmp_path / "rows.jsonl")
+    assert f"--budget-share {share}: must be above 0 and at most 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("what", "expected"), [("equality", 1), ("overhead", 0)])
+def test_runs_that_differ_fail(what: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{**a_row("none", 10.0, 1.0), "losses_equal": equal} for equal in (True, False)]
+    monkeypatch.setattr(verify.machine, "facts", lambda: FACTS)
+    monkeypatch.setattr(verify, what, lambda _: iter(rows))
+    assert status(what, "--output", tmp_path / "rows.jsonl") == expected

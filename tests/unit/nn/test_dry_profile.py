@@ -189,8 +189,8 @@ def test_an_h200_measured_what_is_predicted_for_trainer(tmp_path: Path, monkeypa
         if "ms" not in row:
             assert predicted.reserved_gib > H200.memory_gib, name
             continue
-        # At 8k tokens the run reserved room for the logits once more than this.
-        assert predicted.reserved_gib == pytest.approx(row["peak_reserved_gib"], rel=0.04), name
+        most = 0.04 if row["tokens"] == 8192 else 0.01  # at 8k tokens the run reserved 4.7 GiB more: not understood
+        assert predicted.reserved_gib == pytest.approx(row["peak_reserved_gib"], rel=most), name
         assert predicted.ms == pytest.approx(row["ms"], rel=0.08), name
         memory = compared(predicted.reserved_gib, row["peak_reserved_gib"], 2)
         assert f"\n| {name} | {memory} | {compared(predicted.ms, row['ms'], 0)} |\n" in page, (name, memory, predicted)
