@@ -11,7 +11,6 @@ optimizer state without swapping, and the same with it, with the figures of ``st
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -113,6 +112,8 @@ class Case:
 
 TRAINING = ("megatrons", "distributed", "of_fork", "options", "peeks", "micro_batches", "steps")
 """The fields of a case that matter without swapping."""
+PLAIN: dict[str, dict[str, Any]] = {}
+"""Runs without swapping. Cases that train alike share one."""
 
 
 def planned(memory_gib: float, **more: Any) -> dict[str, Any]:
@@ -278,15 +279,11 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
     return {"digest": digest_of(losses, model, optimizer), "losses": losses, "stats": stats, "left": left}
 
 
-@functools.cache
-def unswapped(training: str) -> dict[str, Any]:
-    """Train without swapping what ``training`` says, JSON of a case's fields. Cases that train alike share it."""
-    fields = json.loads(training)
-    return run(Case({}, **fields | {"micro_batches": tuple(fields["micro_batches"])}), swaps=False)
-
-
-def training_of(case: Case) -> str:
-    return json.dumps({name: getattr(case, name) for name in TRAINING})
+def unswapped(case: Case) -> dict[str, Any]:
+    plain = Case({}, **{name: getattr(case, name) for name in TRAINING})
+    if (key := repr(plain)) not in PLAIN:
+        PLAIN[key] = run(plain, swaps=False)
+    return PLAIN[key]
 
 
 def main() -> None:
@@ -296,7 +293,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     for name in sys.argv[1:]:
         case = CASES[name]
-        plain, swapped = unswapped(training_of(case)), run(case, swaps=True)
+        plain, swapped = unswapped(case), run(case, swaps=True)
         row = {"case": name, "version": megatron.core.__version__.split("+")[0], "file": megatron.core.__file__,
                "plain": plain, "swapped": swapped}  # fmt: skip
         if torch.distributed.get_rank() == 0:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.verify import MOE
 from tests.integration.harness import Trainer, assert_swaps_to_the_end
 
 PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 INTERLEAVED = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--disable-bias-linear"
-)
 
 
 @pytest.mark.supports("--swap-layers all", ranks=2)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.verify import MOE
 from tests.integration.harness import Trainer, assert_swaps_to_the_end
 from tests.integration.test_training import MLA
 
 FULL = "--recompute-granularity full --recompute-method"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--disable-bias-linear"
-)
 
 
 @pytest.mark.supports("--swap-layers all")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.verify import MOE
 from megatron.swap.common.types import GIB
 from tests.integration.harness import (
     SWAP_SMALL,
@@ -18,10 +19,6 @@ from tests.integration.harness import (
 MLA = (
     "--multi-latent-attention --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --kv-lora-rank 16 "
     "--q-lora-rank 16"
-)
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--disable-bias-linear"
 )
 LLAMA = (
     "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --disable-bias-linear "
