@@ -43,6 +43,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Suite]:
     parser.add_argument("--case", default="L6-lengths", help="a case whose lengths change")
     parser.add_argument("--minutes", type=float, default=20.0, help="from the start of the processes (default 20)")
     parser.add_argument("--steps", type=int, help="train this many steps in place of minutes")
+    parser.add_argument("--stretch", type=int, metavar="STEPS", help="train this many steps of each length in place of "
+                        "the case's, so that there are more cycles to compare")  # fmt: skip
     parser.add_argument("--budget-gib", type=float, default=34.1, help="of the planned run (default 34.1)")
     parser.add_argument("--device-gib", type=float, default=36.0, help="all that the guarded run has (default 36)")
     parser.add_argument("--output", type=Path, help="also write the results as JSON, for docs/results")
@@ -56,6 +58,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Suite]:
         parser.error(f"--case {case.name} of {suite.name}: its lengths do not change")
     if suite.on_gpu and not torch.cuda.is_available():
         parser.error(f"--suite {suite.name} needs a GPU, and there is none; quick-planner and L6-h64-lengths do not")
+    if arguments.stretch is not None:
+        if arguments.stretch < 1:
+            parser.error(f"--stretch {arguments.stretch}: at least 1 step")
+        schedule = tuple((arguments.stretch, length) for _, length in case.sequence_schedule)
+        case = replace(case, sequence_schedule=schedule)
+        suite = replace(suite, cases=(case,))
     least = LEAST_CYCLES * Job(case.sequence_schedule).cycle
     if arguments.steps is not None and arguments.steps < least:
         parser.error(f"--steps {arguments.steps}: at least {least}, so that each third has a whole cycle of lengths")

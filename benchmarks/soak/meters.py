@@ -116,14 +116,8 @@ def changes(samples: Sequence[Metrics], cycle: int) -> list[Change]:
 
 
 def grown(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return those of a row's changes (``Change.to_json``) that are not flat.
-
-    What the allocator holds beside live tensors is not judged where the guard rescued: how much that is depends on what
-    the allocator's cache held when memory was short.
-    """
-    has_rescues = row.get("num_rescues", 0) > 0
-    not_flat = [change for change in row["changes"] if not change["is_flat"]]
-    return [change for change in not_flat if not (has_rescues and change["metric"] == "reserved_bytes")]
+    """Return those of a row's changes (``Change.to_json``) that are not flat."""
+    return [change for change in row["changes"] if not change["is_flat"]]
 
 
 def _thirds(samples: Sequence[Metrics], cycle: int) -> tuple[list[Metrics], list[Metrics]]:

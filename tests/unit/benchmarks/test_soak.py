@@ -107,6 +107,7 @@ def test_runs_whose_lengths_change_side_by_side(tmp_path: Path) -> None:
     ("words", "says"),
     [("--steps 10", "at least 120"), ("--steps 0", "at least 120"), ("--minutes 0", "--minutes 0.0: a number above 0"),
      ("--minutes nan", "--minutes nan"), ("--budget-gib -1", "--budget-gib -1.0"), ("--device-gib inf", "--device-gib"),
+     ("--stretch 0", "at least 1 step"), ("--stretch 4 --steps 23", "at least 24"),
      ("--case L6-h64", "its lengths do not change"), ("--case other", "L6-h64-lengths"), ("--suite other", "other")],
 )  # fmt: skip
 def test_what_cannot_be_soaked_is_refused_before_it_begins(
@@ -117,15 +118,13 @@ def test_what_cannot_be_soaked_is_refused_before_it_begins(
     assert says in capsys.readouterr().err
 
 
-def test_what_the_allocator_holds_is_judged_unless_the_guard_rescued() -> None:
+def test_what_the_allocator_holds_is_judged() -> None:
+    """Where the guard rescued, too: it was left out once, after the run that it would have failed."""
     found = samples(300)
     for sample in found:
         sample["reserved_bytes"] = 900 * MIB + sample["step"] * MIB
-    row = {"changes": [change.to_json() for change in changes(found, CYCLE)]}
+    row = {"changes": [change.to_json() for change in changes(found, CYCLE)], "num_rescues": 1}
     assert [change["metric"] for change in judged(row)] == ["reserved_bytes"]
-    assert judged({**row, "num_rescues": 1}) == []
-    row = {"changes": [change.to_json() for change in changes(samples(300, num_files=0.02), CYCLE)], "num_rescues": 1}
-    assert [change["metric"] for change in judged(row)] == ["num_files"]
 
 
 def test_runs_that_end_at_different_steps_are_compared_as_far_as_both_went() -> None:
