@@ -66,7 +66,7 @@ class Recomputer:
     Attributes:
         refused: the first reason for each site that the policy recomputes but that cannot be recomputed.
         spared_bytes: bytes recomputed instead of kept, by producer, since the start.
-        is_watched: a dispatch mode watches the operators of the running layer.
+        unwatched: while the operators of the running layer are watched, makes a context for those that do not count.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Recomputer:
     ) -> None:
         self.refused: dict[Site, str] = {}
         self.spared_bytes: Counter[str] = Counter()
-        self.is_watched = False
+        self.unwatched: Callable[[], AbstractContextManager[None]] | None = None
         self._device = device
         self._decider = decider
         self._counters = counters

@@ -253,10 +253,10 @@ class SavedTensors:
         return nullcontext() if self.observer is None else self.observer.counting()
 
     def _unpack_unwatched(self, packed: Packed) -> torch.Tensor:
-        """Return the same as ``unpack``. Modes that watch a layer see nothing of it: it may take a gradient itself."""
-        if self.recomputer is None or not self.recomputer.is_watched:
+        """Return the same as ``unpack``. Who watches a layer sees nothing of it: it may take a gradient itself."""
+        if self.recomputer is None or self.recomputer.unwatched is None:
             return self.unpack(packed)
-        with torch._C._DisableTorchDispatch():
+        with self.recomputer.unwatched():
             return self.unpack(packed)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -327,10 +327,10 @@ class LayerPacker:
         self._recomputer = recomputer if recomputer is not None and recomputer.is_recording else None
 
     def pack_unwatched(self, tensor: torch.Tensor) -> Packed:
-        """Return the packed form of ``tensor``. Modes that watch the layer's operators do not see the engine's own."""
-        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) not in PLAIN:
+        """Return the packed form of ``tensor``. Who watches the layer's operators does not see the engine's own."""
+        if self._recomputer is None or self._recomputer.unwatched is None or type(tensor) not in PLAIN:
             return self.pack(tensor)
-        with torch._C._DisableTorchDispatch():
+        with self._recomputer.unwatched():
             return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Packed:

@@ -10,37 +10,23 @@ Whether an operator gives the same bits again is tried at its first use.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from math import inf
 from typing import Any, Self
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.swap.common.site_paths import SOURCE_PATH
-from megatron.swap.common.types import LINEAR, OPERATOR, Site
+from megatron.swap.common.types import Site
 from megatron.swap.engine.producer_records import of_tensors_alone
 from megatron.swap.engine.recompute import PLAIN, Recomputer
 from megatron.swap.nn.module_boundary import tensors_in
-
-aten = torch.ops.aten
-CHEAP = {
-    aten._fused_rms_norm, aten._log_softmax, aten._softmax, aten._to_copy, aten.cat, aten.clone, aten.index_select,
-    aten.native_group_norm, aten.native_layer_norm, aten.stack,
-}  # fmt: skip
-"""Operators beside those with one of ``CHEAP_TAGS``. They read and write memory, and multiply no matrices."""
-PRODUCTS = {aten.addmm, aten.baddbmm, aten.bmm, aten.mm}
-CHEAP_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
-UNREPEATABLE_TAGS = {
-    torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise, torch.Tag.dynamic_output_shape,
-    torch.Tag.data_dependent_output,
-}  # fmt: skip
+from megatron.swap.nn.operator_following import Followed, OperatorSequence, followed, is_followed_in_cpp, uncompiled
+from megatron.swap.nn.operator_kinds import REPEATABLE, Kind, kind_of, producer_of, written
 
 
 @dataclass
@@ -56,6 +42,7 @@ class OperatorOrder:
         last_write: position of the last operator that writes to a storage, by the storage's number; infinite: the model
             does, after the layer.
         recorded: positions of operators that were recorded when all were wanted.
+        in_cpp: they were seen in C++.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -63,55 +50,62 @@ class OperatorOrder:
     firsts: list[int] = field(default_factory=list)
     last_write: dict[int, float] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
+    in_cpp: bool = False
 
     def position(self, number: int) -> int:
         """Return the position of the operator that makes output ``number``."""
         return bisect_right(self.firsts, number) - 1
 
 
-class _Mode(TorchDispatchMode):
-    """Sees the operators of this thread while active.
+class Operators:
+    """A context that sees the operators of this thread, once each has run.
 
     Args:
-        recomputer: is told while the mode is active, so that operators of its own do not pass.
+        recomputer: is told while the context is entered, so that operators of its own are not seen.
         tensors: tensors that the layer may read or change: its weights, its buffers and its inputs.
+        in_cpp: they are seen in C++, not by a dispatch mode; ``None``: where it is available. With a mode torch may run
+            other operators than without.
+
+    Attributes:
+        saw_all: after the end, whether the layer had no modes of its own, and no operators in other threads, which C++
+            does not see.
     """
 
-    supports_higher_order_operators = True
+    sequence: OperatorSequence | None = None
+    """The operators that are expected, if only some of them are to be seen."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        # Neither the mode nor what it calls is compiled. PyTorch's own way, a wrapper, takes the host longer.
-        dispatch = vars(cls).get("__torch_dispatch__")
-        if dispatch is not None and not cls._should_skip_dynamo():
-            skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-            eval_frame.set_code_exec_strategy(dispatch.__code__, skip)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return not hasattr(eval_frame, "_FrameExecStrategy")  # then PyTorch puts its wrapper around the mode
-
-    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool | None = None) -> None:
+        self.in_cpp = is_followed_in_cpp() if in_cpp is None else in_cpp
+        self.saw_all = True
         self._recomputer = recomputer
+        self._outer: Callable[[], AbstractContextManager[None]] | None = None
+        self._followed: Followed | None = None
         self._num_before = 0
         self._numbers: dict[int, int] = {}  # by the addresses of storages
         self._made: list[StorageWeakRef] = []  # until the end, so that no address is used again
         for tensor in tensors:
             self.number(tensor)
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return that compiled functions stay compiled under this mode."""
-        return True
+    def ran(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        """See an operator, or one of the ``sequence``, which is named by its position."""
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
-        self._recomputer.is_watched = True
-        return super().__enter__()
+        self._followed = followed(self.ran, self.sequence, self.in_cpp)
+        self._outer, self._recomputer.unwatched = self._recomputer.unwatched, self._followed.unseen
+        self._followed.begin()
+        return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._recomputer.is_watched = False
+    def __exit__(self, *error: object) -> None:
+        assert self._followed is not None
+        self._followed.end()
+        self.saw_all = self._followed.saw_all
+        self._end(self._followed)
+        self._followed = None  # it refers to this object
+        self._recomputer.unwatched = self._outer
+
+    def _end(self, followed: Followed) -> None:
+        """All operators have run."""
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the storage of ``tensor``; ``None``: it has none."""
@@ -135,26 +129,23 @@ class _Mode(TorchDispatchMode):
         return True
 
 
-class OperatorWatch(_Mode):
+class OperatorWatch(Operators):
     """Learns the order of a layer's operators, before any is recorded.
 
     What is changed in place later cannot be read again in backward. At the end of a run that changes it, it is too late
     to find that out: what was to be made from it has been freed.
     """
 
-    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__(recomputer, tensors)
-        self.order = OperatorOrder()
+    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool | None = None) -> None:
+        super().__init__(recomputer, tensors, in_cpp)
+        self.order = OperatorOrder(in_cpp=self.in_cpp)
         self._num_outputs = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        result = func(*args, **options)
+    @uncompiled
+    def ran(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         kind, order = kind_of(func), self.order
         if kind is Kind.IGNORED:
-            return result
+            return
         for tensor in tensors_in((args, options)):
             self.number(tensor)
         for tensor in written(func, args, options) if kind is Kind.WRITES else ():
@@ -166,10 +157,9 @@ class OperatorWatch(_Mode):
         for tensor in tensors_in(result):
             self._make(tensor, self._num_outputs)
             self._num_outputs += 1
-        return result
 
 
-class OperatorFollower(_Mode):
+class OperatorFollower(Operators):
     """Follows a layer's operators along ``order``, and so knows each output's number.
 
     Args:
@@ -184,18 +174,17 @@ class OperatorFollower(_Mode):
         order: OperatorOrder,
         tensors: Iterable[torch.Tensor] = (),
     ) -> None:
-        super().__init__(recomputer, tensors)
+        super().__init__(recomputer, tensors, order.in_cpp)
         self._layer = layer
         self._sources = sources
         self._order = order
         self._position = 0
         self._is_other = False
-        self._keys: tuple[Any, Any] | None = None
 
     @property
     def is_as_watched(self) -> bool:
         """Whether the layer has run the operators of the order, and no others."""
-        return not self._is_other and self._position == len(self._order.operators)
+        return self.saw_all and not self._is_other and self._position == len(self._order.operators)
 
     def _make_source(self, tensor: torch.Tensor, number: int) -> bool:
         """Number the storage of ``tensor``, and give it a site. Return whether it is a new storage."""
@@ -203,12 +192,6 @@ class OperatorFollower(_Mode):
         if is_new:
             self._sources[tensor.untyped_storage()._cdata] = Site(self._layer, SOURCE_PATH, number)
         return is_new
-
-    def with_versions(self) -> AbstractContextManager[Any]:
-        """Return a context in which aliases of tensors detect changes in place."""
-        if self._keys is None:
-            self._keys = _keys_with_versions()
-        return torch._C._ForceDispatchKeyGuard(*self._keys)
 
 
 class OperatorRecords(OperatorFollower):
@@ -239,30 +222,26 @@ class OperatorRecords(OperatorFollower):
         """Return the numbers of those outputs that live, or lived, at ``addresses``."""
         return frozenset(self._numbers[one] for one in addresses if self._numbers.get(one, -1) >= 0)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        result = func(*args, **options)
+    @uncompiled
+    def ran(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         order, position = self._order, self._position
         if self._is_other:
-            return result
+            return
         if position == len(order.operators) or order.operators[position] is not func:
             if kind_of(func) is not Kind.IGNORED:
                 self._is_other = True  # what it writes to is not known: nothing more is recorded
-            return result
+            return
         self._position += 1
         if self._wanted is None:
             self._note_inputs(kind_of(func), args, options)
         elif position not in self._wanted:
-            return result
+            return
         new = []
         tensors = (result,) if isinstance(result, torch.Tensor) else tensors_in(result)
         for number, tensor in enumerate(tensors, start=order.firsts[position]):
             new.append(self._make_source(tensor, number) and order.last_write.get(number, -1) < position)
         if position in order.recorded:
             self._record(func, args, options, result, new)
-        return result
 
     def _note_inputs(self, kind: Kind, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Number the operator's inputs, and note whether backward can read them again: nothing writes to them later."""
@@ -282,18 +261,10 @@ class OperatorRecords(OperatorFollower):
         producer = producer_of(func)
         parts = [result] if isinstance(result, torch.Tensor) else list(result)
         kept = iter(is_kept)
-        with self.with_versions():
-            for number, part in enumerate(parts):
-                if isinstance(part, torch.Tensor) and next(kept):
-                    made = again if part is result else part_of(again, number)
-                    self._recomputer.record_made(producer, made, inputs, part)
-
-
-def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that ``func``, called with these arguments, changes in place."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[place] if place < len(args) else options.get(argument.name))
+        for number, part in enumerate(parts):
+            if isinstance(part, torch.Tensor) and next(kept):
+                made = again if part is result else part_of(again, number)
+                self._recomputer.record_made(producer, made, inputs, part)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -301,53 +272,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return False
     return not tensor.is_nested and not tensor.is_inference()
-
-
-class Kind(Enum):
-    """Kinds of operators, by what they do."""
-
-    IGNORED = auto()
-    """It returns a view."""
-    WRITES = auto()
-    """It changes its arguments."""
-    CHEAP = auto()
-    """It only reads and writes memory, and may run again."""
-    PRODUCT = auto()
-    """It multiplies matrices, and may run again."""
-    OTHER = auto()
-
-
-def producer_of(func: Any) -> str:
-    """Return the kind of the outputs of ``func``, as a producer."""
-    return LINEAR if kind_of(func) is Kind.PRODUCT else OPERATOR
-
-
-REPEATABLE = (Kind.CHEAP, Kind.PRODUCT)
-
-
-def kind_of(func: Any) -> Kind:
-    """Return what the operator ``func`` does."""
-    known = _KINDS.get(id(func))  # operators live forever, and compute their hash in Python
-    if known is None or known[0] is not func:
-        known = _KINDS[id(func)] = func, _kind_of(func)
-    return known[1]
-
-
-_KINDS: dict[int, tuple[Any, Kind]] = {}
-
-
-def _kind_of(func: Any) -> Kind:
-    if not hasattr(func, "_schema"):
-        return Kind.OTHER  # a higher-order operator
-    schema, tags = func._schema, set(func.tags)
-    if schema.is_mutable:
-        return Kind.WRITES
-    if any(one.alias_info is not None for one in schema.returns):
-        return Kind.IGNORED
-    if func.overloadpacket in PRODUCTS:
-        return Kind.PRODUCT
-    is_cheap = func.overloadpacket in CHEAP or bool(tags & CHEAP_TAGS)
-    return Kind.CHEAP if is_cheap and not tags & UNREPEATABLE_TAGS else Kind.OTHER
 
 
 def of_tensors(
@@ -390,13 +314,3 @@ def _is_tensor(value: Any) -> bool:
 def part_of(function: Callable[..., Any], number: int) -> Callable[..., Any]:
     """Return ``function`` with only this part of its results."""
     return lambda *given: function(*given)[number]
-
-
-def _keys_with_versions() -> tuple[Any, Any]:
-    """Return dispatch keys with which ``detach`` shares the version counter, by which changes in place are seen.
-
-    Below autograd, where a mode runs, PyTorch leaves out the key that makes views share it.
-    """
-    without_views = torch._C._dispatch_tls_local_exclude_set()
-    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    return torch._C._dispatch_tls_local_include_set(), without_views - views

@@ -12,16 +12,9 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.repeated_run import NotingPacker, RepeatingPacker, RunMemo
 from megatron.swap.engine.saved_tensors import LayerPacker
-from megatron.swap.nn.operator_records import (
-    Kind,
-    OperatorFollower,
-    OperatorOrder,
-    is_plain,
-    kind_of,
-    of_tensors,
-    part_of,
-    producer_of,
-)
+from megatron.swap.nn.operator_following import Followed, OperatorSequence, uncompiled
+from megatron.swap.nn.operator_kinds import producer_of
+from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, is_plain, of_tensors, part_of
 
 MAX_OTHERS = 3
 """A run that did not go as noted this often, under one policy, is noted no more."""
@@ -44,8 +37,7 @@ class OperatorRepeats(OperatorFollower):
 
     Args:
         packer: gets the records.
-        outputs: numbers of the outputs that are made again, and of those that are saved for it, by the positions of
-            their operators.
+        repeat: what is repeated.
     """
 
     def __init__(
@@ -55,31 +47,26 @@ class OperatorRepeats(OperatorFollower):
         sources: dict[int, Site],
         order: OperatorOrder,
         packer: RepeatingPacker,
-        outputs: Mapping[int, Outputs],
+        repeat: Repeat,
     ) -> None:
         super().__init__(recomputer, layer, sources, order)
+        self.sequence = repeat.sequence
         self._packer = packer
-        self._outputs = outputs
-        self._operators = [*order.operators, None]
+        self._outputs = repeat.outputs
+        self._operators = order.operators
+        self._is_as_expected = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        position = self._position
-        if self._operators[position] is not func:
-            if not self._is_other and kind_of(func) is not Kind.IGNORED:
-                self._is_other = True
-                self._operators[position] = None  # no operator fits from here on
-            return result
-        self._position = position + 1
-        outputs = self._outputs.get(position)
-        if outputs is not None:
-            self._repeat(outputs, func, args, kwargs or {}, result)
-        return result
+    @property
+    def is_as_watched(self) -> bool:
+        return self._is_as_expected
 
-    def _repeat(self, outputs: Outputs, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        again, inputs = of_tensors(func, args, options)
+    def _end(self, followed: Followed) -> None:
+        self._is_as_expected = followed.is_as_expected
+
+    @uncompiled
+    def ran(self, position: int, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        outputs = self._outputs[position]
+        again, inputs = of_tensors(self._operators[position], args, options)
         if isinstance(result, torch.Tensor):
             self._repeat_part(outputs, 0, again, inputs, result)
             return
@@ -92,19 +79,23 @@ class OperatorRepeats(OperatorFollower):
     ) -> None:
         number = outputs.first + index
         if number in outputs.made:
-            if not is_plain(part) or not all(map(is_plain, inputs)):
-                return
-            with self.with_versions():
+            if is_plain(part) and all(map(is_plain, inputs)):
                 self._packer.record(number, outputs.producer, again, inputs, part)
         elif number in outputs.read:
             self._make_source(part, number)
 
 
 class Repeat(NamedTuple):
-    """A memo to repeat. ``outputs``: those of operators, by the positions of the operators in their order."""
+    """A memo to repeat.
+
+    Attributes:
+        outputs: those of operators, by the positions of the operators in their order.
+        sequence: the operators in their order.
+    """
 
     memo: RunMemo
     outputs: Mapping[int, Outputs]
+    sequence: OperatorSequence
 
     @classmethod
     def of(cls, memo: RunMemo, order: OperatorOrder) -> Repeat:
@@ -117,7 +108,7 @@ class Repeat(NamedTuple):
         for position, of in numbers.items():
             again, read = (tuple(one for one in of if (one in made) is is_made) for is_made in (True, False))
             outputs[position] = Outputs(order.firsts[position], producer_of(order.operators[position]), again, read)
-        return cls(memo, outputs)
+        return cls(memo, outputs, OperatorSequence.of(order.operators, outputs, order.in_cpp))
 
 
 class RepeatedRuns:
@@ -155,11 +146,10 @@ class RepeatedRuns:
             self._packer = (NotingPacker if self._is_noted else LayerPacker)(*arguments)
         return self._packer
 
-    def mode(self, recomputer: Recomputer, sources: dict[int, Site], order: OperatorOrder) -> OperatorRepeats:
-        """Return the mode in which the run repeats an earlier one."""
+    def recording(self, recomputer: Recomputer, sources: dict[int, Site], order: OperatorOrder) -> OperatorRepeats:
+        """Return the context in which the run repeats an earlier one."""
         assert isinstance(self._packer, RepeatingPacker)
-        outputs = self._repeats[self._run].outputs
-        return OperatorRepeats(recomputer, self._run[0], sources, order, self._packer, outputs)
+        return OperatorRepeats(recomputer, self._run[0], sources, order, self._packer, self._repeats[self._run])
 
     def note(self, order: OperatorOrder) -> None:
         """Note what the run has decided, if that can be repeated."""

@@ -22,6 +22,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.memory.host_memory import machine_memory_gib
+from megatron.swap.native.operator_following import load_operators
 from megatron.swap.nn.found_layers import is_compiled
 from megatron.swap.nn.layer_devices import devices_of
 from megatron.swap.nn.module_boundary import ModuleBoundary
@@ -94,6 +95,7 @@ class PlannedActivations(SwappedActivations):
         return self._tier.pool.has_room(num_bytes)
 
     def _begin(self) -> None:
+        load_operators()  # built once for a machine, and now: a step that waits for the compiler would be judged slow
         for switched, line in take_over(self._model):
             self._undo += switched
             self._log(line)

@@ -25,9 +25,13 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.nn.alike_runs import AlikeRuns, kind_of
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
+from megatron.swap.nn.operator_following import is_followed_in_cpp
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
 from megatron.swap.nn.operator_repeats import RepeatedRuns
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
+
+MAX_UNSEEN = 3
+"""After so many runs of which C++ did not see all operators, dispatch modes see those of a layer."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class PlannedBoundary(ModuleBoundary):
         # Outputs to record, by run, under the present policy; None: all. Before a run has shown it there is no entry.
         self._wanted: dict[int, frozenset[int] | None] = {}
         self._repeats = RepeatedRuns()
+        self._num_unseen = 0  # runs of which C++ did not see all operators
         self._has_operators = not computing_devices(module)  # offloaded weights are elsewhere in backward
         self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
@@ -205,16 +210,17 @@ class PlannedBoundary(ModuleBoundary):
         if order is None or self.is_first_step:
             return self._run_watched(recomputer, args, kwargs)
         assert self._sources is not None  # noted as the layer was called
-        mode: OperatorFollower
+        follower: OperatorFollower
         if self._repeats.is_repeating:
-            mode = self._repeats.mode(recomputer, self._sources, order)
+            follower = self._repeats.recording(recomputer, self._sources, order)
         else:
             tensors, wanted = self._tensors_before(args, kwargs), self._wanted.get(self.layer)
-            mode = self._records = OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted)
-        with mode:
+            follower = self._records = OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted)
+        with follower:
             result = self._inner(*args, **kwargs)
-        self._repeats.end(mode.is_as_watched)
-        if not mode.is_as_watched:  # the next run is watched
+        self._repeats.end(follower.is_as_watched)
+        self._num_unseen += not follower.saw_all
+        if not follower.is_as_watched:  # the next run is watched
             self._records = None
             del self._orders[self._nth]
             self._wanted.pop(self.layer, None)
@@ -233,8 +239,13 @@ class PlannedBoundary(ModuleBoundary):
     def _run_watched(self, recomputer: Recomputer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer, and learn the order of its operators."""
         before = self._orders.get(self._nth)
-        with OperatorWatch(recomputer, self._tensors_before(args, kwargs)) as watch:
+        in_cpp = is_followed_in_cpp() and self._num_unseen < MAX_UNSEEN
+        with OperatorWatch(recomputer, self._tensors_before(args, kwargs), in_cpp) as watch:
             result = self._inner(*args, **kwargs)
+        if not watch.saw_all:
+            self._num_unseen += 1
+            self._orders.pop(self._nth, None)
+            return result
         order = self._orders[self._nth] = watch.order
         if before is not None and before.operators == order.operators:
             order.last_write |= {number: at for number, at in before.last_write.items() if at == inf}

@@ -20,8 +20,10 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine import offload
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.nn import operator_records, planned_activations, planned_boundary
-from megatron.swap.nn.operator_records import Kind, OperatorRecords, OperatorWatch, kind_of
+from megatron.swap.nn import operator_following, operator_kinds, operator_records, planned_activations, planned_boundary
+from megatron.swap.nn.operator_following import OperatorSequence
+from megatron.swap.nn.operator_kinds import Kind, kind_of
+from megatron.swap.nn.operator_records import OperatorRecords, OperatorWatch
 from megatron.swap.nn.operator_repeats import OperatorRepeats
 from megatron.swap.planner.profile import Link
 from tests.plain_loop import loss_of, rows
@@ -154,7 +156,7 @@ def test_operators_of_the_engine_change_nothing_of_the_layer(monkeypatch: pytest
 
 def test_addresses_are_not_used_again() -> None:
     """Memory that takes the place of an output is not that output."""
-    recomputer = SimpleNamespace(is_watched=False)
+    recomputer = SimpleNamespace(unwatched=None)
     with OperatorWatch(recomputer, []) as watch:  # type: ignore[arg-type]
         for _ in range(100):
             torch.ones(4).add(1)
@@ -317,21 +319,29 @@ def broken(value: torch.Tensor) -> torch.Tensor:
     return value * factor + torch.nonzero(value).sum()
 
 
-def test_the_mode_itself_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_cpp", [True, False])
+def test_what_watches_is_not_compiled(monkeypatch: pytest.MonkeyPatch, in_cpp: bool) -> None:
     """It runs between compiled pieces, where PyTorch would compile it."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     compiled, recomputer, value = torch.compile(broken, backend="eager"), RecordSpy(), torch.ones(3)
-    with OperatorWatch(recomputer, [value]) as watch:  # type: ignore[arg-type]
-        compiled(value)
+    for _ in range(2):  # while it compiles there are modes
+        with OperatorWatch(recomputer, [value], in_cpp) as watch:  # type: ignore[arg-type]
+            compiled(value)
+    assert watch.saw_all
+    assert watch.order.in_cpp is in_cpp
     with OperatorRecords(recomputer, 0, {}, watch.order, [value]) as records:  # type: ignore[arg-type]
         compiled(value)
     assert records.is_as_watched
-    with OperatorRepeats(recomputer, 0, {}, watch.order, recomputer, {}) as repeats:  # type: ignore[arg-type]
+    repeat = SimpleNamespace(sequence=OperatorSequence.of(watch.order.operators, (), in_cpp), outputs={})
+    with OperatorRepeats(recomputer, 0, {}, watch.order, recomputer, repeat) as repeats:  # type: ignore[arg-type]
         compiled(value)
     assert repeats.is_as_watched
-    modes = (OperatorWatch, OperatorRecords, OperatorRepeats)
-    codes = [inspect.unwrap(mode.__torch_dispatch__).__code__ for mode in modes]
-    codes += [function.__code__ for _, function in inspect.getmembers(operator_records, inspect.isfunction)]
+    codes = [inspect.unwrap(one.ran).__code__ for one in (OperatorWatch, OperatorRecords, OperatorRepeats)]
+    for module in (operator_records, operator_following, operator_kinds):
+        for _, function in inspect.getmembers(module):
+            if inspect.isfunction(inspect.unwrap(function)):
+                codes.append(inspect.unwrap(function).__code__)
+    codes.append(inspect.unwrap(operator_following._Mode.__torch_dispatch__).__code__)
     assert not any(map(_debug_get_cache_entry_list, codes))
     assert _debug_get_cache_entry_list(broken.__code__)
     torch._dynamo.reset()
@@ -383,7 +393,7 @@ def test_a_storage_that_is_written_later_is_not_read_again() -> None:
 
 
 class RecordSpy:
-    is_watched = False
+    unwatched = None
     num_recorded = 0
 
     def record_made(self, *_: Any) -> None:
