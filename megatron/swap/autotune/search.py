@@ -9,6 +9,9 @@ from math import inf
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, format_bytes
 
+NOISE = 0.03
+"""The time of one step varies by this fraction where the GPU waits for the host now and then."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -79,9 +82,14 @@ class CandidateSearch:
         self._trials = []
 
     def fastest(self) -> Trial | None:
-        """Return the fastest candidate within the budget; ``None`` if each exceeded the budget."""
+        """Return the fastest candidate within the budget; ``None`` if each exceeded the budget.
+
+        Of those whose times differ by less than one step shows, it is the one that is predicted to be the fastest.
+        """
         fitting = [trial for trial in self._trials if trial.over_gib <= 0]
-        return min(fitting, key=lambda trial: trial.ms, default=None)
+        least_ms = min((trial.ms for trial in fitting), default=0.0)
+        alike = [trial for trial in fitting if trial.ms <= (1 + NOISE) * least_ms]
+        return min(alike, key=_predicted_first, default=None)
 
     def lowest(self) -> Trial:
         """Return the candidate that exceeded the budget least."""
@@ -94,6 +102,11 @@ class CandidateSearch:
         if predicted is not None:
             text += f" (predicted {_figures(predicted.step_ms, predicted.peak_gib)})"
         return text + offload_note(trial.plan)
+
+
+def _predicted_first(trial: Trial) -> tuple[float, float]:
+    predicted = trial.plan.predicted
+    return trial.ms if predicted is None else predicted.step_ms, trial.ms
 
 
 def offload_note(plan: Plan) -> str:

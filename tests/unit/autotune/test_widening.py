@@ -38,7 +38,7 @@ def test_after_a_plan_for_free_memory_that_exceeds_the_budget_half_as_much_is_tr
     assert run.machine.plan is wide[1]
 
 
-@pytest.mark.parametrize(("ms", "peak_gib"), [(106.0, 9.0), (90.0, 10.1)])
+@pytest.mark.parametrize(("ms", "peak_gib"), [(112.0, 9.0), (90.0, 10.1)])
 def test_a_plan_for_free_memory_that_is_slower_or_too_large_is_not_taken(ms: float, peak_gib: float) -> None:
     wide = a_plan("wide", peak_gib=9.5, ms=90.0)
     run = three(peaks=(8.0, 8.0, 8.0), widen=lambda run, _: [wide])
@@ -46,6 +46,15 @@ def test_a_plan_for_free_memory_that_is_slower_or_too_large_is_not_taken(ms: flo
     until_stable(run)
     assert run.machine.plan is run.plans[1]
     assert run.number == PROFILED + 8  # it ran once: the second time nothing new was offered
+
+
+@pytest.mark.parametrize(("ms", "chosen"), [((104.0, 102.0, 103.0), 0), ((110.0, 102.0, 103.0), 2)])
+def test_of_plans_whose_steps_take_about_as_long_the_prediction_decides(ms: Sequence[float], chosen: int) -> None:
+    """One step's time varies by more than such plans differ."""
+    plans = [a_plan("a", ms=90.0), a_plan("b", ms=92.0), a_plan("c", ms=91.0)]
+    run = Run(plans, ms, (9.0, 9.0, 9.0))
+    until_stable(run)
+    assert run.machine.plan is plans[chosen]
 
 
 def test_a_plan_that_exceeded_the_budget_as_a_candidate_is_not_tried_again() -> None:
