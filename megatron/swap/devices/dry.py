@@ -33,11 +33,10 @@ class DryDevice(EmulatedDevice):
 
     Args:
         name: of the hardware that it stands for.
-        library_bytes: memory that libraries take from PyTorch's allocator, throughout.
         expandable: the allocator is set to ``expandable_segments:True``.
     """
 
-    def __init__(self, name: str, library_bytes: int = 0, expandable: bool = False) -> None:
+    def __init__(self, name: str, expandable: bool = False) -> None:
         super().__init__()
         self.torch_device = torch.device("meta")
         self.name = name
@@ -46,14 +45,16 @@ class DryDevice(EmulatedDevice):
         self._held_bytes = self._peak_bytes = self._recent_peak_bytes = 0
         self._held: set[int] = set()
         self._allocator = DryAllocator(expandable)
-        if library_bytes:
-            self._count(library_bytes)
 
     def run(self, ms: float, workspace_bytes: int = 0) -> None:
         """Advance the clock by an operator that takes ``ms`` and, while it runs, ``workspace_bytes`` of memory."""
         self._now_ms += ms
         if workspace_bytes:
             self._free(self._count(workspace_bytes))
+
+    def take(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` from now on: what a library takes from PyTorch's allocator, and keeps."""
+        self._count(num_bytes)
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage``, in blocks of the allocator, from now until it is freed. A second call does nothing."""

@@ -1,11 +1,13 @@
 """The blocks of PyTorch's caching allocator on a GPU, without the memory: how much it would have reserved.
 
-The rules are those of ``CUDACachingAllocator``: requests are rounded to 512 bytes; the smallest free block that is
-large enough is taken, and split; a new segment is made where none is; a freed block is joined with free neighbours in
-its segment. Small and large requests have separate blocks. With ``expandable_segments:True`` each of both has one
-segment, which grows at its end. Its last block counts as large as it can become, so it is taken only if no other free
-block is large enough (PyTorch: any block before a hole, of which there are more once memory was given back).
-``release_cached`` gives back parts that PyTorch would keep.
+The rules are those of ``CUDACachingAllocator``: requests are rounded to 512 bytes; of the free blocks that are large
+enough the smallest is taken, of equal ones the one with the lowest address, and split; a new segment is made where none
+is; a freed block is joined with free neighbours in its segment. Small and large requests have separate blocks. A new
+segment is taken to lie before earlier ones, as with mmap: supposed, no GPU was asked.
+
+With ``expandable_segments:True`` each of both has one segment, parts of which have memory, in whole pages. It gets more
+at the lowest address from which there is room. A free block before a part without memory counts as large as it can
+become, so it is taken only if no other free block is large enough.
 """
 
 from __future__ import annotations
@@ -19,24 +21,35 @@ from megatron.swap.devices.base import ALIGNMENT_BYTES
 SMALL_BYTES = MIB
 """Largest request that counts as small, and least rest of a large block that is split off."""
 SMALL_SEGMENT, MEDIUM_SEGMENT, MEDIUM_BYTES, SEGMENT_STEP = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
-"""Segments for small requests; for requests below ``MEDIUM_BYTES``; step by which larger segments are rounded."""
+"""Segments for small requests; for requests below ``MEDIUM_BYTES``; step by which larger segments are rounded. The first
+two are the pages of expandable segments."""
+NO_END = 2**60
+"""Bytes of an expandable segment: more than anybody asks for."""
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block of a segment, free or not, between its neighbours there."""
+    """A block of a segment, free or not, between its neighbours there. ``is_mapped``: it has memory."""
 
     num_bytes: int
-    number: int
+    address: int
     is_small: bool
     is_free: bool = False
+    is_mapped: bool = True
     before: Block | None = field(default=None, repr=False)
     after: Block | None = field(default=None, repr=False)
 
     @property
     def key(self) -> tuple[int, int]:
         """The order in which free blocks are taken."""
-        return self.num_bytes, self.number
+        return self.num_bytes, self.address
+
+    @property
+    def most_bytes(self) -> int:
+        """The size that it can become."""
+        if self.after is None or self.after.is_mapped:
+            return self.num_bytes
+        return self.num_bytes + self.after.num_bytes
 
 
 class DryAllocator:
@@ -45,95 +58,149 @@ class DryAllocator:
     def __init__(self, expandable: bool = False) -> None:
         self.reserved_bytes = 0
         self._is_expandable = expandable
-        self._last: list[Block | None] = [None, None]  # of the expandable segments
-        self._num_blocks = 0
+        self._lowest = 0  # address of a segment
         self._free: tuple[list[Block], list[Block]] = ([], [])
+        self._unmapped: tuple[list[Block], list[Block]] = ([], [])  # by address
+        if expandable:
+            for is_small in (False, True):
+                self._unmapped[is_small].append(Block(NO_END, 0, is_small, is_free=True, is_mapped=False))
 
     def allocate(self, num_bytes: int) -> Block:
         """Return a block of at least ``num_bytes``."""
         num_bytes = max(ALIGNMENT_BYTES, _rounded(num_bytes, ALIGNMENT_BYTES))
         is_small = num_bytes <= SMALL_BYTES
         free = self._free[is_small]
-        found = bisect_left(free, (num_bytes, -1), key=lambda block: block.key)
-        # The last block of a segment that grows counts as large as it can become.
-        if self._is_expandable and found + 1 < len(free) and free[found] is self._last[is_small]:
+        found = bisect_left(free, num_bytes, key=lambda block: block.num_bytes)
+        while found + 1 < len(free) and free[found + 1].most_bytes < free[found].most_bytes:
             found += 1
-        block = free.pop(found) if found < len(free) else self._segment(num_bytes, is_small)
+        block = free.pop(found) if found < len(free) else self._new(num_bytes, is_small)
         block.is_free = False
         rest = block.num_bytes - num_bytes
         if rest >= ALIGNMENT_BYTES if is_small or self._is_expandable else rest > SMALL_BYTES:
-            block.num_bytes = num_bytes
-            other = self._block(rest, is_small)
-            other.before, other.after, block.after = block, block.after, other
-            if other.after is not None:
-                other.after.before = other
-            elif self._is_expandable:
-                self._last[is_small] = other
-            self._add(other)
+            self._add(_split(block, num_bytes))
         return block
 
     def free(self, block: Block) -> None:
         """Take ``block`` back."""
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.is_free:
-                self._free[block.is_small].remove(neighbour)
-                first, second = (neighbour, block) if neighbour is block.before else (block, neighbour)
-                first.num_bytes += second.num_bytes
-                first.after = second.after
-                if first.after is not None:
-                    first.after.before = first
-                elif self._is_expandable:
-                    self._last[block.is_small] = first
-                block = first
-        self._add(block)
+        self._add_joined(block)
 
     def release_cached(self) -> None:
-        """Give back the segments in which nothing is in use. Those that expand give back all that is not."""
-        for is_small, free in enumerate(self._free):
-            gone = [one for one in free if self._is_expandable or (one.before is None and one.after is None)]
-            self.reserved_bytes -= sum(block.num_bytes for block in gone)
-            free[:] = [] if self._is_expandable else [one for one in free if one.before or one.after]
-            for block in gone:  # its addresses are free for whatever comes
-                if block.before is not None:
-                    block.before.after = block.after
-                if block.after is not None:
-                    block.after.before = block.before
-                elif self._is_expandable:
-                    self._last[is_small] = block.before
+        """Give back the segments in which nothing is in use. Those that expand give back all free pages."""
+        for free in self._free:
+            for block in list(free):
+                if self._is_expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    free.remove(block)
+                    self.reserved_bytes -= block.num_bytes
 
-    def _segment(self, num_bytes: int, is_small: bool) -> Block:
+    def _new(self, num_bytes: int, is_small: bool) -> Block:
         if self._is_expandable:
             return self._expanded(num_bytes, is_small)
         size = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT
         if num_bytes >= MEDIUM_BYTES:
             size = _rounded(num_bytes, SEGMENT_STEP)
         self.reserved_bytes += size
-        return self._block(size, is_small)
+        self._lowest -= size
+        return Block(size, self._lowest, is_small)
 
     def _expanded(self, num_bytes: int, is_small: bool) -> Block:
-        """Let the segment grow until its last block, if it is free, or a new one behind it has ``num_bytes``."""
-        last = self._last[is_small]
-        if last is not None and last.is_free:
-            self._free[is_small].remove(last)
-            block = last
-        else:
-            block = self._block(0, is_small)
-            block.before = last
-            if last is not None:
-                last.after = block
-        more_bytes = _rounded(num_bytes - block.num_bytes, SMALL_SEGMENT if is_small else MEDIUM_SEGMENT)
-        block.num_bytes += more_bytes
-        self.reserved_bytes += more_bytes
-        self._last[is_small] = block
+        """Return the block at the lowest address that can have ``num_bytes``, with memory for them."""
+        block = next(
+            first for first in map(_first_free, self._unmapped[is_small]) if _room(first, num_bytes) >= num_bytes
+        )
+        if not block.is_mapped:
+            block = self._map(block, num_bytes)
+        while block.num_bytes < num_bytes:
+            assert block.after is not None
+            block = self._map(block.after, num_bytes - block.num_bytes)
+        self._free[is_small].remove(block)
         return block
 
-    def _block(self, num_bytes: int, is_small: bool) -> Block:
-        self._num_blocks += 1
-        return Block(num_bytes, self._num_blocks, is_small)
+    def _map(self, block: Block, num_bytes: int) -> Block:
+        """Give memory to the first ``num_bytes`` of ``block``, in whole pages, and return the free block there."""
+        self._unmapped[block.is_small].remove(block)
+        num_bytes = min(_rounded(num_bytes, _page(block)), block.num_bytes)
+        if num_bytes < block.num_bytes:
+            self._insert_unmapped(_split(block, num_bytes))
+        block.is_mapped = True
+        self.reserved_bytes += num_bytes
+        return self._add_joined(block)
+
+    def _unmap(self, block: Block) -> None:
+        """Take the memory of whole pages from ``block``, which is free."""
+        page = _page(block)
+        begin = _rounded(block.address, page)
+        num_bytes = (block.address + block.num_bytes) // page * page - begin
+        if num_bytes <= 0:
+            return
+        self._free[block.is_small].remove(block)
+        if begin > block.address:
+            middle = _split(block, begin - block.address)
+            self._add(block)
+            block = middle
+        if num_bytes < block.num_bytes:
+            self._add(_split(block, num_bytes))
+        block.is_free, block.is_mapped = True, False
+        self.reserved_bytes -= num_bytes
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and not neighbour.is_mapped:
+                self._unmapped[block.is_small].remove(neighbour)
+                block = _joined(block, neighbour)
+        self._insert_unmapped(block)
+
+    def _add_joined(self, block: Block) -> Block:
+        """Join ``block`` with its free neighbours, and return what becomes of it: a free block."""
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.is_free and neighbour.is_mapped:
+                self._free[block.is_small].remove(neighbour)
+                block = _joined(block, neighbour)
+        self._add(block)
+        return block
 
     def _add(self, block: Block) -> None:
         block.is_free = True
         insort(self._free[block.is_small], block, key=lambda one: one.key)
+
+    def _insert_unmapped(self, block: Block) -> None:
+        insort(self._unmapped[block.is_small], block, key=lambda one: one.address)
+
+
+def _split(block: Block, num_bytes: int) -> Block:
+    """Leave ``num_bytes`` to ``block``, and return the rest, which is in no list."""
+    rest = Block(block.num_bytes - num_bytes, block.address + num_bytes, block.is_small, block.is_free, block.is_mapped)
+    block.num_bytes = num_bytes
+    rest.before, rest.after, block.after = block, block.after, rest
+    if rest.after is not None:
+        rest.after.before = rest
+    return rest
+
+
+def _joined(block: Block, neighbour: Block) -> Block:
+    first, second = (neighbour, block) if neighbour is block.before else (block, neighbour)
+    first.num_bytes += second.num_bytes
+    first.after = second.after
+    if first.after is not None:
+        first.after.before = first
+    return first
+
+
+def _first_free(unmapped: Block) -> Block:
+    """Return ``unmapped``, or the free block before it."""
+    return unmapped.before if unmapped.before is not None and unmapped.before.is_free else unmapped
+
+
+def _room(block: Block | None, num_bytes: int) -> int:
+    """Return the bytes from ``block`` on of which nothing is in use; counting ends at ``num_bytes``."""
+    room = 0
+    while block is not None and block.is_free and room < num_bytes:
+        room += block.num_bytes
+        block = block.after
+    return room
+
+
+def _page(block: Block) -> int:
+    return SMALL_SEGMENT if block.is_small else MEDIUM_SEGMENT
 
 
 def _rounded(num_bytes: int, step: int) -> int:

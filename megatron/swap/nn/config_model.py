@@ -163,15 +163,22 @@ def _foreach_adamw(parameters: list[nn.Parameter]) -> Callable[[], object]:
 
 
 def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
-    """Return the step of torch's AdamW with ``fused``, behind clipping. Torch refuses both on the meta device."""
-    weights: list[torch.Tensor] = list(parameters)
-    first, second = ([torch.empty_like(one, requires_grad=False) for one in weights] for _ in range(2))
-    steps = [torch.empty((), device=META) for _ in weights]
+    """Return the step of torch's AdamW with ``fused``, behind clipping. Torch refuses both on the meta device.
+
+    The first step makes the state, among the gradients.
+    """
+    states: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     @torch.no_grad()
     def update() -> None:
-        gradients = [one.grad for one in weights if one.grad is not None]
+        trained = [one for one in parameters if one.grad is not None]
+        gradients = [one.grad for one in trained if one.grad is not None]
         _clip(gradients)
+        for one in trained:
+            if one not in states:
+                states[one] = torch.zeros((), device=META), torch.zeros_like(one), torch.zeros_like(one)
+        steps, first, second = (list(each) for each in zip(*(states[one] for one in trained), strict=True))
+        weights: list[torch.Tensor] = list(trained)
         torch._fused_adamw_(
             weights, gradients, first, second, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
             amsgrad=False, maximize=False,

@@ -15,8 +15,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
+from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.nn.module_boundary import tensors_in
 from megatron.swap.nn.operator_costs import ALLOCATING, cost_of
 from megatron.swap.planner.gpus import Gpu
@@ -25,8 +26,12 @@ MOST_KNOWN = 2**22
 """Elements of the largest tensor whose values are computed."""
 WIDEST_HEAD = 256
 """Width of the widest head that flash attention takes."""
+CUBLAS_BYTES = 32 * MIB
+"""cuBLAS's workspace on Hopper, which PyTorch's allocator holds. Each thread has its own, from its first product on:
+forward's, and the one in which autograd runs backward."""
 META = torch.device("meta")
 aten = torch.ops.aten
+BY_CUBLAS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 
 
 @contextmanager
@@ -48,6 +53,7 @@ class _PricedOperators(TorchDispatchMode):
         self._device = device
         self._gpu = gpu
         self._known = WeakTensorKeyDictionary()
+        self._has_workspace = {False: False, True: False}  # of cuBLAS, in backward or not
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,6 +69,9 @@ class _PricedOperators(TorchDispatchMode):
             cost = cost_of(func, args, kwargs, result, self._gpu)
             for tensor in seen:  # what was made before the run is seen as an input
                 self._device.hold(tensor.untyped_storage())
+            if func.overloadpacket in BY_CUBLAS and not self._has_workspace[in_backward()]:
+                self._has_workspace[in_backward()] = True
+                self._device.take(CUBLAS_BYTES)
             self._device.run(cost.ms, cost.workspace_bytes)
         return result
 

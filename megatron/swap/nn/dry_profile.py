@@ -33,8 +33,6 @@ from megatron.swap.planner.profile_builder import build_profile, trained_layers,
 from megatron.swap.planner.recording import Recording
 from megatron.swap.profiling.recorder import Recorder
 
-LIBRARY_BYTES = 32 * MIB
-"""cuBLAS's workspace on Hopper, which PyTorch's allocator holds."""
 MOST_STEPS = 5
 """Steps of a model as it is, behind the first: where freed blocks lie differently in each, one more is reserved."""
 Step = Callable[[], None]
@@ -151,7 +149,7 @@ def dry_profile(
 
 def _device(model: nn.Module, gpu: Gpu) -> DryDevice:
     """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it."""
-    device = DryDevice(gpu.name, LIBRARY_BYTES, expands_segments())
+    device = DryDevice(gpu.name, expands_segments())
     for tensor in (*model.parameters(), *model.buffers()):
         device.hold(tensor.untyped_storage())
     return device

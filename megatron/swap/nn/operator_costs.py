@@ -32,6 +32,9 @@ GATHERING = {aten.embedding, aten.index, aten.index_select, aten.gather}
 """Operators that read as much of their first tensor as they write."""
 OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
 """Operators that do not read the first argument, which they change."""
+MOST_UNSORTED = 3072
+"""Most tokens whose embedding's backward adds gradients without sorting them. With more it first makes a row in single
+precision for each different token; all are counted as different."""
 FORWARD_ATTENTION = {aten._scaled_dot_product_flash_attention: 4, aten._scaled_dot_product_efficient_attention: 6}
 BACKWARD_ATTENTION = {
     aten._scaled_dot_product_flash_attention_backward: 11, aten._scaled_dot_product_efficient_attention_backward: 11
@@ -74,7 +77,10 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     speed = gpu.optimizer_gb_s if is_of_optimizer else gpu.memory_gb_s
     slower = SINGLE_PRECISION if any(tensor.dtype is torch.float32 for tensor in inputs) else 1
     product_ms = _flops(func, args, kwargs, result) * slower / (gpu.tflops * 1e9)
-    return Cost(max(product_ms, num_bytes / (speed * 1e6), LEAST_MS))
+    workspace = 0
+    if packet is aten.embedding_dense_backward and args[1].numel() > MOST_UNSORTED:
+        workspace = 4 * args[1].numel() * args[0].shape[-1]
+    return Cost(max(product_ms, num_bytes / (speed * 1e6), LEAST_MS), workspace)
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:

@@ -71,6 +71,37 @@ def test_a_segment_that_expands_grows_by_what_its_free_end_lacks() -> None:
     assert allocator.reserved_bytes == 260 * MIB
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_of_equal_blocks_the_first_in_memory_is_taken(expandable: bool) -> None:
+    """New segments lie before earlier ones, parts of a segment one behind the other."""
+    allocator = DryAllocator(expandable)
+    if not expandable:
+        allocator.free(allocator.allocate(120 * MIB))
+    blocks = [allocator.allocate(size * MIB) for size in (40, 20, 40, 20)]
+    for block in (blocks[2], blocks[0]):
+        allocator.free(block)
+    assert [allocator.allocate(40 * MIB).address for _ in range(2)] == [blocks[0].address, blocks[2].address]
+    if not expandable:
+        whole = [allocator.allocate(50 * MIB) for _ in range(2)]
+        for block in whole:
+            allocator.free(block)
+        assert allocator.allocate(50 * MIB).address == whole[1].address
+
+
+def test_a_segment_that_expands_gives_back_whole_pages_and_fills_holes_first() -> None:
+    allocator = DryAllocator(expandable=True)
+    blocks = [allocator.allocate(size * MIB) for size in (30, 60, 30)]
+    allocator.free(blocks[1])
+    allocator.release_cached()  # of 30 to 90 MiB the pages from 40 to 80
+    assert allocator.reserved_bytes == 80 * MIB
+    before = allocator.allocate(10 * MIB)  # behind the hole, since before it there may be more
+    assert before.address == 80 * MIB
+    filling = allocator.allocate(50 * MIB)
+    assert (filling.address, allocator.reserved_bytes) == (30 * MIB, 120 * MIB)
+    allocator.allocate(10 * MIB)
+    assert allocator.reserved_bytes == 140 * MIB
+
+
 def requests(seed: int) -> list[tuple[str, int]]:
     """Return allocations, with their bytes, and frees, with the number of the allocation."""
     chosen, live, made = random.Random(seed), [], []
@@ -166,7 +197,8 @@ def test_segments_without_a_block_in_use_are_given_back() -> None:
 
 
 def test_the_clock_and_the_peak() -> None:
-    device = DryDevice("a GPU", library_bytes=MIB)
+    device = DryDevice("a GPU")
+    device.take(MIB)
     begin = device.mark()
     device.run(2.5)
     device.run(0.5, workspace_bytes=3 * MIB)

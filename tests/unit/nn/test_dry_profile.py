@@ -13,8 +13,8 @@ from torch import nn
 
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
-from megatron.swap.nn.dry_mode import dry_run
-from megatron.swap.nn.dry_profile import LIBRARY_BYTES, dry_profile, dry_step
+from megatron.swap.nn.dry_mode import CUBLAS_BYTES, dry_run
+from megatron.swap.nn.dry_profile import dry_profile, dry_step
 from megatron.swap.planner.gpus import GPUS
 from megatron.swap.planner.options import of_dry_run
 from megatron.swap.planner.profile import Profile
@@ -112,7 +112,7 @@ def test_gradients_that_a_step_makes_are_held_from_backward_on(weights: Any, tmp
     weights_gib = sum(weight.nbytes for weight in model.parameters()) / GIB
     nothing = dry_step(model, step_of(model, training), H200)
     profile = dry_profile(model, step_of(model, training), H200, min_mib=0.0)
-    held_gib = 4 * weights_gib + LIBRARY_BYTES / GIB
+    held_gib = 4 * weights_gib + 2 * CUBLAS_BYTES / GIB
     assert nothing.reserved_gib == pytest.approx(held_gib, rel=0.1)
     assert profile.static_gib == pytest.approx(held_gib - weights_gib, rel=0.02)
     assert profile.optimizer_gib == pytest.approx(weights_gib, rel=0.02)
@@ -189,8 +189,7 @@ def test_an_h200_measured_what_is_predicted_for_trainer(tmp_path: Path, monkeypa
         if "ms" not in row:
             assert predicted.reserved_gib > H200.memory_gib, name
             continue
-        most = 0.04 if row["tokens"] == 8192 else 0.01  # at 8k tokens the run reserved 4.7 GiB more: not understood
-        assert predicted.reserved_gib == pytest.approx(row["peak_reserved_gib"], rel=most), name
+        assert predicted.reserved_gib == pytest.approx(row["peak_reserved_gib"], rel=0.01), name
         assert predicted.ms == pytest.approx(row["ms"], rel=0.08), name
         memory = compared(predicted.reserved_gib, row["peak_reserved_gib"], 2)
         assert f"\n| {name} | {memory} | {compared(predicted.ms, row['ms'], 0)} |\n" in page, (name, memory, predicted)
