@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron.swap.cli.plan_text import floor
 from megatron.swap.common.config import USUAL_FRACTION
+from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import UsageError
 from megatron.swap.nn.config_model import (
     CHECKPOINT_CALL,
@@ -18,7 +19,7 @@ from megatron.swap.nn.config_model import (
     step_of,
     swapped_part,
 )
-from megatron.swap.nn.dry_profile import DryStep, dry_profile, dry_step
+from megatron.swap.nn.dry_profile import DryStep, dry_planned_step, dry_profile, dry_step
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.options import CHECKPOINTING, NOTHING, Option, best, of_dry_run
 
@@ -76,6 +77,13 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
                 steps.append((CHECKPOINTING, (CHECKPOINT_CALL,), dry_step(model, step_of(model, training), gpu)))
         is_mixed = training.weights == "mixed"
         profile = dry_profile(part, step_of(model, training), gpu, host_gib=host_gib, autocast_cache=not is_mixed)
+
+        def reserved_of(plan: Plan) -> float:
+            step = step_of(model, training)
+            return dry_planned_step(part, step, gpu, plan, autocast_cache=not is_mixed).reserved_gib
+
+        without_swapping = [(name, calls, one.ms, one.reserved_gib) for name, calls, one in steps]
+        found = of_dry_run(profile, budget_gib, without_swapping, reserved_of)
     except UsageError:
         raise
     except RuntimeError as error:
@@ -83,7 +91,6 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
             f"--hf {options.hf}: {type(model).__name__} cannot run dry ({in_one_line(error)}). Train it with "
             f"swap.activations({script_name}, memory_gib={floor(budget_gib)}), which measures its steps."
         ) from error
-    found = of_dry_run(profile, budget_gib, [(name, calls, one.ms, one.reserved_gib) for name, calls, one in steps])
     more = ", autocast_cache=False" if is_mixed else ""
     chosen, planned_by = best(found), f"swap.activations({script_name}, memory_gib=…{more})"
     call = "" if chosen is None or chosen.name == NOTHING else CHECKPOINT_CALL

@@ -1,21 +1,58 @@
 """The dry device: the meta device of PyTorch, whose tensors have no bytes, with a clock and a count of memory.
 
-Nothing is computed. Whoever runs operators on it says how long each takes and which storages it makes, and a step then
-looks to a recorder as on a GPU.
+Nothing is computed or copied. Whoever runs operators on it says how long each takes and which storages it makes, and a
+step then looks to a recorder as on a GPU. The host is never ahead: an operator begins when the one before it is done.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
-from megatron.swap.common.types import SwapError
-from megatron.swap.devices.base import Stream
+from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.devices.dry_allocator import Block, DryAllocator
-from megatron.swap.devices.emulated import EmulatedDevice
+
+
+class DryStream:
+    """A stream whose work ends at ``end_ms`` of the device's clock. That of the compute stream is the clock."""
+
+    def __init__(self, compute: DryStream | None = None) -> None:
+        self.end_ms = 0.0
+        self._compute = compute or self
+
+    def record_event(self, event: DryEvent | None = None) -> DryEvent:
+        event = event or DryEvent(self._compute)
+        event.at_ms = self.end_ms
+        return event
+
+    def wait_event(self, event: DryEvent) -> None:
+        self.end_ms = max(self.end_ms, event.at_ms)
+
+
+class DryEvent:
+    """An event that passes at ``at_ms``."""
+
+    def __init__(self, compute: DryStream) -> None:
+        self.at_ms = 0.0
+        self._compute = compute
+
+    def query(self) -> bool:
+        return self.at_ms <= self._compute.end_ms
+
+    def synchronize(self) -> None:
+        self._compute.wait_event(self)
+
+
+class DryStall:
+    """Time for which a stream was idle."""
+
+    def __init__(self, ms: float) -> None:
+        self._ms = ms
+
+    def elapsed_ms(self) -> float:
+        return self._ms
 
 
 class DryMark:
@@ -28,27 +65,30 @@ class DryMark:
         return self._now_ms - other._now_ms
 
 
-class DryDevice(EmulatedDevice):
-    """A device without bytes. What is saved on it must be kept: there is nothing to copy.
+class DryDevice(Device):
+    """A device without bytes.
 
     Args:
         name: of the hardware that it stands for.
         expandable: the allocator is set to ``expandable_segments:True``.
+        link_gb_s, link_both_gb_s: speed of copies in one direction, and of each of both at once.
     """
 
-    def __init__(self, name: str, expandable: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, name: str, expandable: bool = False, link_gb_s: float = 50.0, link_both_gb_s: float = 50.0
+    ) -> None:
         self.torch_device = torch.device("meta")
         self.name = name
-        self.keeps_time = True
-        self._now_ms = 0.0
+        self._compute = DryStream()
+        self._copy_streams: list[DryStream] = []
+        self._link_gb_s, self._link_both_gb_s = link_gb_s, link_both_gb_s
         self._held_bytes = self._peak_bytes = self._recent_peak_bytes = 0
         self._held: set[int] = set()
         self._allocator = DryAllocator(expandable)
 
     def run(self, ms: float, workspace_bytes: int = 0) -> None:
         """Advance the clock by an operator that takes ``ms`` and, while it runs, ``workspace_bytes`` of memory."""
-        self._now_ms += ms
+        self._compute.end_ms += ms
         if workspace_bytes:
             self._free(self._count(workspace_bytes))
 
@@ -70,11 +110,66 @@ class DryDevice(EmulatedDevice):
         weakref.finalize(storage, free).atexit = False
         self._held.add(address)
 
-    def allocate(self, num_bytes: int) -> NoReturn:
-        raise SwapError(f"{num_bytes} bytes are to be reloaded on a dry device, which has none: keep what is saved.")
+    def current_stream(self) -> DryStream:
+        return self._compute
 
-    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> NoReturn:
-        raise SwapError("a copy on a dry device, which has no bytes: keep what is saved.")
+    def copy_stream(self, name: str) -> DryStream:
+        self._copy_streams.append(DryStream(self._compute))
+        return self._copy_streams[-1]
+
+    def timed_wait(self, stream: Stream, event: Event) -> DryStall:
+        assert isinstance(stream, DryStream)
+        begin_ms = stream.end_ms
+        self.wait(stream, event)
+        return DryStall(stream.end_ms - begin_ms)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        self.hold(tensor.untyped_storage())
+        return tensor
+
+    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        assert isinstance(stream, DryStream)
+        begin_ms = max(stream.end_ms, self._compute.end_ms)
+        is_alone = all(other is stream or other.end_ms <= begin_ms for other in self._copy_streams)
+        speed = self._link_gb_s if is_alone else self._link_both_gb_s
+        stream.end_ms = begin_ms + sum(source.nbytes for source in sources) / (speed * 1e6)
+        return len(sources)
+
+    def discard(self, storage: torch.UntypedStorage) -> None:
+        pass
+
+    def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def allocated_bytes(self) -> int:
+        return self._held_bytes
+
+    def reserved_bytes(self) -> int:
+        return self._allocator.reserved_bytes
+
+    def peak_reserved_bytes(self) -> int:
+        return self._allocator.reserved_bytes
+
+    def release_cached(self) -> None:
+        self._allocator.release_cached()
+
+    def take_peak(self) -> tuple[int, int]:
+        peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self._held_bytes
+        return peak_bytes, self._held_bytes
+
+    def mark(self) -> DryMark:
+        return DryMark(self._compute.end_ms)
+
+    def synchronize(self) -> None:
+        for stream in self._copy_streams:
+            stream.record_event().synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
 
     def _count(self, num_bytes: int) -> Block:
         block = self._allocator.allocate(num_bytes)
@@ -86,25 +181,3 @@ class DryDevice(EmulatedDevice):
     def _free(self, block: Block) -> None:
         self._held_bytes -= block.num_bytes
         self._allocator.free(block)
-
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
-
-    def allocated_bytes(self) -> int:  # type: ignore[override]
-        return self._held_bytes
-
-    def reserved_bytes(self) -> int:  # type: ignore[override]
-        return self._allocator.reserved_bytes
-
-    def peak_reserved_bytes(self) -> int:  # type: ignore[override]
-        return self._allocator.reserved_bytes
-
-    def release_cached(self) -> None:
-        self._allocator.release_cached()
-
-    def take_peak(self) -> tuple[int, int]:  # type: ignore[override]
-        peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self._held_bytes
-        return peak_bytes, self._held_bytes
-
-    def mark(self) -> DryMark:  # type: ignore[override]
-        return DryMark(self._now_ms)

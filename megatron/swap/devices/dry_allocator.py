@@ -21,8 +21,8 @@ from megatron.swap.devices.base import ALIGNMENT_BYTES
 SMALL_BYTES = MIB
 """Largest request that counts as small, and least rest of a large block that is split off."""
 SMALL_SEGMENT, MEDIUM_SEGMENT, MEDIUM_BYTES, SEGMENT_STEP = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
-"""Segments for small requests; for requests below ``MEDIUM_BYTES``; step by which larger segments are rounded. The first
-two are the pages of expandable segments."""
+"""Segments for small requests; for requests below ``MEDIUM_BYTES``; step by which larger segments are rounded. Pages of
+expandable segments have the first two sizes."""
 NO_END = 2**60
 """Bytes of an expandable segment: more than anybody asks for."""
 

@@ -5,28 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
-from megatron.swap.autotune.switch import SwitchingPolicy
+from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass
 from megatron.swap.common.types import GIB, LINEAR, MIB, OPERATOR
-from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.devices.dry import DryDevice
-from megatron.swap.engine.build import build_engine
-from megatron.swap.engine.layer_hooks import in_backward, override_forward
 from megatron.swap.engine.policy import ManualPolicy
-from megatron.swap.engine.settings import EngineSettings, Instruments
-from megatron.swap.memory.host_pool import PAGE_BYTES, HostPool
-from megatron.swap.memory.tiers.host import HostTier
+from megatron.swap.engine.settings import Instruments
+from megatron.swap.nn.dry_engine import dry_device, planned_layers
 from megatron.swap.nn.dry_mode import dry_run
-from megatron.swap.nn.found_layers import layers_of
-from megatron.swap.nn.planned_activations import refuse_unplannable, take_over
-from megatron.swap.nn.planned_layers import PlannedLayers
+from megatron.swap.nn.planned_activations import refuse_unplannable
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
 from megatron.swap.planner.profile_builder import build_profile, trained_layers, with_recorded_times
@@ -55,15 +47,9 @@ def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
     Raises:
         UsageError: the model's operators do not follow from shapes.
     """
-    device = _device(model, gpu)
+    device = dry_device(model, gpu)
     with dry_run(device, gpu):
-        step()
-        for _ in range(MOST_STEPS):
-            begin, reserved_bytes = device.mark(), device.reserved_bytes()
-            step()
-            if device.reserved_bytes() == reserved_bytes:
-                break
-    return DryStep(device.mark().elapsed_ms_since(begin), device.reserved_bytes() / GIB)
+        return _settled(device, step)
 
 
 def dry_profile(
@@ -86,28 +72,15 @@ def dry_profile(
         SwapError: no layer ran backward.
     """
     refuse_unplannable(model)
-    device, ranges = _device(model, gpu), Ranges()
+    device, ranges = dry_device(model, gpu), Ranges()
     recorder = Recorder(device, ranges, device.take_peak)
     timer = recorder.for_times()
     policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR, LINEAR)), 0)  # keeps all else
-    with ExitStack() as undo:
-        tier = HostTier(HostPool(limit=PAGE_BYTES, pinned=False))
-        undo.callback(tier.close)
-        instruments = Instruments(ranges=ranges, recorder=recorder)
-        engine = build_engine(device, tier, policy, EngineSettings(recomputes=True), instruments)
-        undo.callback(engine.manager.drain)
-        for switched, _ in take_over(model):
-            for switch_on in switched:
-                undo.callback(switch_on)
-        planned = PlannedLayers(layers_of(model), engine.saved_tensors, policy)
-        undo.callback(planned.remove)
-        for boundary in planned.boundaries:
-            boundary.autocast_cache = autocast_cache
-        undo.callback(override_forward(model, _around(planned, model)))
+    instruments = Instruments(ranges=ranges, recorder=recorder)
+    with planned_layers(model, device, policy, instruments, autocast_cache) as planned, ExitStack() as undo:
         for each in (recorder, timer):
             undo.callback(each.watch(model))
             undo.callback(each.abandon)
-        undo.callback(model.register_forward_pre_hook(_begins(planned), prepend=True).remove)
 
         def recorded(by: Recorder) -> Recording:
             by.start(1)
@@ -147,27 +120,34 @@ def dry_profile(
             return with_recorded_times(profile, [recorded(timer)])
 
 
-def _device(model: nn.Module, gpu: Gpu) -> DryDevice:
-    """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it."""
-    device = DryDevice(gpu.name, expands_segments())
-    for tensor in (*model.parameters(), *model.buffers()):
-        device.hold(tensor.untyped_storage())
-    return device
+def dry_planned_step(
+    model: nn.Module, step: Step, gpu: Gpu, plan: Plan, *, min_mib: float = 1.0, autocast_cache: bool = True
+) -> DryStep:
+    """Return what ``step`` takes on ``gpu`` under ``plan``, which was made from the profile of ``model``.
+
+    As in a run that plans itself, a step in which all is offloaded comes first, and then what it has left is given
+    back. Copies, waits and recomputation are those of the engine.
+
+    Args:
+        min_mib, autocast_cache: as in ``dry_profile``.
+    """
+    device = dry_device(model, gpu)
+    policy = SwitchingPolicy(SafePolicy(int(min_mib * MIB), (OPERATOR, LINEAR)), int(min_mib * MIB))
+    with planned_layers(model, device, policy, Instruments(), autocast_cache) as planned, dry_run(device, gpu):
+        step()
+        planned.learn_order(0)
+        device.release_cached()
+        policy.apply_plan(plan)
+        planned.apply_policy(None if plan.prefetch_gib is None else int(plan.prefetch_gib * GIB))
+        return _settled(device, step)
 
 
-def _around(planned: PlannedLayers, model: nn.Module) -> Callable[..., Any]:
-    inner = model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with planned.around(model):
-            return inner(*args, **kwargs)
-
-    return forward
-
-
-def _begins(planned: PlannedLayers) -> Callable[..., None]:
-    def hook(*_: object) -> None:
-        if torch.is_grad_enabled() and not in_backward():
-            planned.begin_forward()
-
-    return hook
+def _settled(device: DryDevice, step: Step) -> DryStep:
+    """Run ``step`` until no more memory is reserved, at most ``MOST_STEPS`` times behind the first."""
+    step()
+    for _ in range(MOST_STEPS):
+        begin, reserved_bytes = device.mark(), device.reserved_bytes()
+        step()
+        if device.reserved_bytes() == reserved_bytes:
+            break
+    return DryStep(device.mark().elapsed_ms_since(begin), device.reserved_bytes() / GIB)

@@ -61,7 +61,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     is_mutable = func._schema.is_mutable
     owned = {tensor.untyped_storage()._cdata for tensor in inputs}
     is_view = not is_mutable and all(tensor.untyped_storage()._cdata in owned for tensor in outputs)
-    if packet in ALLOCATING or is_view:
+    if packet in ALLOCATING or packet is aten.set_ or is_view:
         return FREE
     if packet in FORWARD_ATTENTION or packet in BACKWARD_ATTENTION:
         return _attention(packet, args, gpu)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.swap.common.layer_ranges import format_ranges
@@ -30,6 +30,10 @@ NEAR = 1.02
 """A simpler option is preferred if its step takes at most this times the fastest one's."""
 WORTH = 0.995
 """Copies of weights in FP8 are dropped if a step then takes at most this times as long."""
+MOST_TRIED = 5
+"""Plans of a dry run whose steps run, too."""
+WIDENED_GAIN = 0.003
+"""A run tries a further plan if it is predicted to be faster by this fraction."""
 LAYERS_AHEAD = 20
 """Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, and a layer's forward and backward launch about
 50 (docs/dev/planner.md)."""
@@ -195,22 +199,59 @@ def of_profile(profile: Profile, budget_gib: float) -> list[Option]:
 
 
 def of_dry_run(
-    profile: Profile, budget_gib: float, without_swapping: Sequence[tuple[str, tuple[str, ...], float, float]]
-) -> list[Option]:
+    profile: Profile, budget_gib: float, without_swapping: Sequence[tuple[str, tuple[str, ...], float, float]],
+    reserved_of: Callable[[Plan], float],
+) -> list[Option]:  # fmt: skip
     """Return the options of a model whose steps ran dry, the simplest first; the last one is planned.
 
     Args:
         without_swapping: name, what a script gets for it, time of a step in ms, and reserved memory in GiB, of each way
             to train without Megatron Swap. The first one is that of ``profile``.
+        reserved_of: returns the memory in GiB that steps under a plan reserve.
     """
     kept, (_, _, least_ms, _) = simulate(profile, empty_plan(profile)), without_swapping[0]
     found = []
     for name, flags, ms, gib in without_swapping:
         prediction = replace(kept, step_ms=ms, peak_gib=gib, peak_at="reserved", recompute_ms=max(0.0, ms - least_ms))
         found.append(Option(name, flags, profile, gib, 0.0, 0.0, gib <= budget_gib, prediction))
-    # A run tries further plans for memory that the first ones leave free, until about this much is left.
-    reserve_gib = profile.reserves_gib[-1]
-    return [*found, _planned(PLANNED, (), profile, budget_gib, profile.host_gib, None, reserve_gib=reserve_gib)]
+    return [*found, _tried(profile, budget_gib, reserved_of)]
+
+
+def _tried(profile: Profile, budget_gib: float, reserved_of: Callable[[Plan], float]) -> Option:
+    """Return the plan that a run with ``budget_gib`` would choose, with the memory that its steps reserve.
+
+    The profile has the fragments of one step, and each plan leaves others. As in a run, further plans are tried for
+    memory that one leaves free, each halfway to where none would be left, as long as they are expected to be faster.
+    """
+
+    def planned(reserve_gib: float | None) -> Option:
+        return _planned(PLANNED, (), profile, budget_gib, profile.host_gib, None, reserve_gib=reserve_gib)
+
+    option = planned(None)
+    if option.prediction is None:  # its fragments may be fewer than those of the profile
+        option = planned(budget_gib - option.device_gib + profile.reserves_gib[-1])
+    chosen: Option | None = None
+    chosen_gib, chosen_ms, too_high_gib, least_gib = 0.0, float("inf"), float("inf"), float("inf")
+    for _ in range(MOST_TRIED):
+        if option.prediction is None or option.solution is None:
+            break
+        prediction, gib = option.prediction, reserved_of(option.solution.plan)
+        predicted_gib, least_gib = prediction.peak_gib, min(least_gib, gib)
+        if gib <= budget_gib:
+            fragments_gib = prediction.fragments_gib + gib - predicted_gib
+            prediction = replace(prediction, peak_gib=gib, fragments_gib=fragments_gib)
+            chosen = replace(option, device_gib=gib, prediction=prediction)
+            chosen_gib, chosen_ms = predicted_gib, prediction.step_ms
+        else:
+            too_high_gib = min(too_high_gib, predicted_gib)
+        next_gib = predicted_gib + budget_gib - gib
+        if chosen is not None:
+            next_gib = (chosen_gib + min(chosen_gib + budget_gib - chosen.device_gib, too_high_gib)) / 2
+        option = planned(budget_gib - next_gib)
+        if option.prediction is None or option.prediction.step_ms > (1 - WIDENED_GAIN) * chosen_ms:
+            break
+    needed_gib = option.device_gib if least_gib == float("inf") else least_gib
+    return chosen or replace(option, device_gib=needed_gib, fits=False, prediction=None, solution=None)
 
 
 def weight_gradients_gib(training: Training, num_params: float) -> float:

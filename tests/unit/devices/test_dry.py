@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from megatron.swap.common.types import MIB, SwapError
+from megatron.swap.common.types import MIB
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.devices.dry_allocator import DryAllocator
 
@@ -222,9 +222,20 @@ def test_a_storage_counts_once_until_its_last_tensor_is_gone() -> None:
     assert device.reserved_bytes() == 2 * MIB
 
 
-def test_nothing_is_copied() -> None:
-    device, tensor = DryDevice("a GPU"), torch.empty(4, dtype=torch.uint8, device="meta")
-    with pytest.raises(SwapError, match="4 bytes are to be reloaded on a dry device"):
-        device.allocate(4)
-    with pytest.raises(SwapError, match="a copy on a dry device"):
-        device.copy(device.current_stream(), [tensor], [tensor])
+def test_copies_take_their_time_beside_operators() -> None:
+    device = DryDevice("a GPU", link_gb_s=50.0, link_both_gb_s=25.0)
+    out, back = device.copy_stream("out"), device.copy_stream("in")
+    tensor, begin = device.allocate(10**9), device.mark()
+    assert device.allocated_bytes() >= 10**9
+    assert device.copy(out, [tensor], [tensor]) == 1
+    copied = device.record(out)
+    device.run(5.0)
+    assert not device.has_passed(copied)
+    assert device.timed_wait(device.current_stream(), copied).elapsed_ms() == pytest.approx(15.0)
+    assert device.has_passed(copied)
+    device.copy(out, [tensor], [tensor])
+    device.copy(back, [tensor], [tensor])  # 25 GB/s, since the other one goes on
+    device.wait(out, device.record(back))
+    assert device.timed_wait(device.current_stream(), device.record(out)).elapsed_ms() == pytest.approx(40.0)
+    device.close()
+    assert device.mark().elapsed_ms_since(begin) == pytest.approx(60.0)

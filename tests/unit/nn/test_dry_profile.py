@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.nn.dry_mode import CUBLAS_BYTES, dry_run
-from megatron.swap.nn.dry_profile import dry_profile, dry_step
+from megatron.swap.nn.dry_profile import dry_planned_step, dry_profile, dry_step
 from megatron.swap.planner.gpus import GPUS
-from megatron.swap.planner.options import of_dry_run
+from megatron.swap.planner.options import Option, of_dry_run
 from megatron.swap.planner.profile import Profile
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
 from megatron.swap.profiling.observer import Observer
 
 transformers = pytest.importorskip("transformers")
@@ -45,6 +48,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def dry_model(config: Any, folder: Path, training: Training) -> Any:
     config.save_pretrained(folder)
     return model_of(folder, training)
+
+
+def planned_option(
+    profile: Profile, part: Any, step: Callable[[], None], budget_gib: float, nothing: tuple[float, float], **more: Any
+) -> Option:
+    """Return the option that is planned for ``part``. ``nothing``: ms and GiB without a plan."""
+
+    def reserved_of(plan: Plan) -> float:
+        return dry_planned_step(part, step, H200, plan, **more).reserved_gib
+
+    return of_dry_run(profile, budget_gib, [("nothing", (), *nothing)], reserved_of)[-1]
 
 
 def saved_bytes(profile: Profile) -> float:
@@ -76,8 +90,10 @@ def test_the_cost_model_says_what_steps_take(chunk: int | None, tmp_path: Path) 
     nothing = dry_step(model, step_of(model, training), H200)
     with checkpointed(model):
         whole = dry_step(model, step_of(model, training), H200)
-    profile = dry_profile(swapped_part(model, training)[0], step_of(model, training), H200, min_mib=0.0)
-    planned = of_dry_run(profile, 100.0, [("nothing", (), nothing.ms, nothing.reserved_gib)])[-1].prediction
+    part = swapped_part(model, training)[0]
+    profile = dry_profile(part, step_of(model, training), H200, min_mib=0.0)
+    figures = nothing.ms, nothing.reserved_gib
+    planned = planned_option(profile, part, step_of(model, training), 100.0, figures, min_mib=0.0).prediction
     assert planned is not None
     assert planned.step_ms == pytest.approx(nothing.ms, rel=1e-6)
     assert planned.peak_gib == pytest.approx(nothing.reserved_gib, rel=0.03)
@@ -118,9 +134,24 @@ def test_gradients_that_a_step_makes_are_held_from_backward_on(weights: Any, tmp
     assert profile.optimizer_gib == pytest.approx(weights_gib, rel=0.02)
     per_layer = [sum(weight.nbytes for weight in layer.parameters()) / MIB for layer in model.model.layers]
     assert [profile.of_layer(number).made_mib for number in range(8)] == pytest.approx(per_layer)
-    planned = of_dry_run(profile, 100.0, [("nothing", (), nothing.ms, nothing.reserved_gib)])[-1].prediction
+    figures = nothing.ms, nothing.reserved_gib
+    planned = planned_option(profile, model, step_of(model, training), 100.0, figures, min_mib=0.0).prediction
     assert planned is not None
     assert planned.peak_gib == pytest.approx(nothing.reserved_gib, rel=0.05)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_under_a_plan_take_what_the_simulation_says(name: str, tmp_path: Path) -> None:
+    """Budgets from the smallest one on. Besides fragments a step holds what the plan predicts."""
+    training = Training(64, 8, "bf16", "none")
+    model = dry_model(CONFIGS[name](), tmp_path, training)
+    profile = dry_profile(model, step_of(model, training), H200, min_mib=0.0)
+    least_gib = smallest_budget(profile)
+    most_gib = simulate(profile, empty_plan(profile)).peak_gib
+    for fraction in (0.01, 0.3, 0.6):
+        solution = solve(profile, least_gib + fraction * (most_gib - least_gib), reserve_gib=0.0)
+        found = dry_planned_step(model, step_of(model, training), H200, solution.plan, min_mib=0.0)
+        assert found.ms == pytest.approx(solution.prediction.step_ms, rel=0.05), fraction
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +188,8 @@ def test_an_h200_measured_what_is_predicted(
     predicted = {"nothing": (nothing.ms, nothing.reserved_gib), "checkpointing": (whole.ms, whole.reserved_gib)}
     profile = dry_profile(model.base_model, step_of(model, training), H200)
     for row in measured[2:]:
-        option = of_dry_run(profile, float(row["method"]), [("nothing", (), *predicted["nothing"])])[-1]
+        step = step_of(model, training)
+        option = planned_option(profile, model.base_model, step, float(row["method"]), predicted["nothing"])
         assert option.prediction is not None
         predicted[row["method"]] = option.prediction.step_ms, option.prediction.peak_gib
     assert len(measured) == len(predicted) == 5

@@ -1,0 +1,100 @@
+"""The engine around a model whose steps run on the dry device, and a tier that holds no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.autotune.switch import SwitchingPolicy
+from megatron.swap.devices.base import Device, Stream
+from megatron.swap.devices.cuda import expands_segments
+from megatron.swap.devices.dry import DryDevice
+from megatron.swap.engine.build import build_engine
+from megatron.swap.engine.layer_hooks import in_backward, override_forward
+from megatron.swap.engine.settings import EngineSettings, Instruments
+from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
+from megatron.swap.nn.found_layers import layers_of
+from megatron.swap.nn.planned_activations import take_over
+from megatron.swap.nn.planned_layers import PlannedLayers
+from megatron.swap.planner.gpus import Gpu
+
+
+class DrySlot:
+    """Room for one storage that has no bytes."""
+
+    fence = 0
+
+    def free(self, fence: int = 0) -> None:
+        pass
+
+
+class DryTier(Tier):
+    """A tier without bytes, and without a limit."""
+
+    def reserve(self, num_bytes: int) -> DrySlot:
+        return DrySlot()
+
+    def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> int:
+        return device.copy(stream, [source], [source])
+
+    def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
+        return device.copy(stream, [target], [target])
+
+    def expect(self, slots: Iterable[Slot]) -> None:
+        pass
+
+    def stats(self) -> TierStats:
+        return TierStats(0, 0, 0)
+
+    def close(self) -> None:
+        pass
+
+
+def dry_device(model: nn.Module, gpu: Gpu) -> DryDevice:
+    """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it."""
+    device = DryDevice(gpu.name, expands_segments(), gpu.link_gb_s, gpu.link_both_gb_s)
+    for tensor in (*model.parameters(), *model.buffers()):
+        device.hold(tensor.untyped_storage())
+    return device
+
+
+@contextmanager
+def planned_layers(
+    model: nn.Module, device: DryDevice, policy: SwitchingPolicy, instruments: Instruments, autocast_cache: bool
+) -> Iterator[PlannedLayers]:
+    """Return a context in which the engine is around the layers of ``model``, which does not know their order yet."""
+    with ExitStack() as undo:
+        engine = build_engine(device, DryTier(), policy, EngineSettings(recomputes=True), instruments)
+        undo.callback(engine.manager.drain)
+        for switched, _ in take_over(model):
+            for switch_on in switched:
+                undo.callback(switch_on)
+        planned = PlannedLayers(layers_of(model), engine.saved_tensors, policy)
+        undo.callback(planned.remove)
+        for boundary in planned.boundaries:
+            boundary.autocast_cache = autocast_cache
+        undo.callback(override_forward(model, _around(planned, model)))
+        undo.callback(model.register_forward_pre_hook(_begins(planned), prepend=True).remove)
+        yield planned
+
+
+def _around(planned: PlannedLayers, model: nn.Module) -> Callable[..., Any]:
+    inner = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with planned.around(model):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+def _begins(planned: PlannedLayers) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            planned.begin_forward()
+
+    return hook
