@@ -154,6 +154,35 @@ def test_steps_under_a_plan_take_what_the_simulation_says(name: str, tmp_path: P
         assert found.ms == pytest.approx(solution.prediction.step_ms, rel=0.05), fraction
 
 
+def test_plans_are_tried_as_a_run_tries_them(tmp_path: Path) -> None:
+    """A plan's peak is what its steps reserve: with fewer fragments a faster plan fits, with more a slower one."""
+    training = Training(64, 8, "bf16", "none")
+    model = dry_model(CONFIGS["llama"](), tmp_path, training)
+    profile = dry_profile(model, step_of(model, training), H200, min_mib=0.0)
+    least_gib, most_gib = smallest_budget(profile), simulate(profile, empty_plan(profile)).peak_gib
+    budget_gib, found = (least_gib + most_gib) / 2, []
+    for factor in (0.97, 1.0, 1.03):
+        tried: list[Plan] = []
+
+        def reserved_of(plan: Plan, factor: float = factor, tried: list[Plan] = tried) -> float:
+            tried.append(plan)
+            return factor * simulate(profile, plan).peak_gib
+
+        option = of_dry_run(profile, budget_gib, [("nothing", (), 1.0, 1.0)], reserved_of)[-1]
+        assert option.solution is not None
+        assert option.prediction is not None
+        assert option.solution.plan in tried
+        gib = factor * simulate(profile, option.solution.plan).peak_gib
+        assert option.device_gib == option.prediction.peak_gib == pytest.approx(gib)
+        assert gib <= budget_gib
+        found.append(option.prediction.step_ms)
+    assert found[0] <= found[1] <= found[2]
+    assert found[0] < found[2]
+    none = of_dry_run(profile, budget_gib, [("nothing", (), 1.0, 1.0)], lambda _: budget_gib + 1)[-1]
+    assert not none.fits
+    assert none.device_gib == pytest.approx(budget_gib + 1, rel=0.01)
+
+
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
     path = ROOT / "docs" / "results" / "h200-any-model.json"
