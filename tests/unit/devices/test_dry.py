@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.swap.common.types import MIB
+from megatron.swap.common.types import GIB, MIB
 from megatron.swap.devices.dry import DryDevice
-from megatron.swap.devices.dry_allocator import DryAllocator
+from megatron.swap.devices.dry_allocator import Block, DryAllocator
+from tests.support import RESULTS
 
 
 def test_requests_of_each_size_get_their_segments() -> None:
@@ -164,6 +167,36 @@ def test_it_reserves_what_pytorch_reserves(seed: int, expandable: bool, monkeypa
     done = subprocess.run([sys.executable, "-c", ON_GPU], input=json.dumps(made), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == reserved_after(made, expandable)
+
+
+RECORDED = sorted((RESULTS / "h200-allocator").glob("*.json.gz"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=[path.name.removesuffix(".json.gz") for path in RECORDED])
+def test_it_places_each_block_where_a_gpu_has_placed_it(path: Path) -> None:
+    """The events of whole runs. Segments that do not expand have addresses of CUDA's own."""
+    run = json.loads(gzip.decompress(path.read_bytes()))
+    expandable, codes = "expandable_segments:True" in run["command"], run["codes"]
+    grows, shrinks = ({codes[f"segment_{one}"] for one in ways} for ways in (("map", "alloc"), ("unmap", "free")))
+    allocator, reserved_bytes, before = DryAllocator(expandable), 0, -1
+    blocks: dict[int, Block] = {}
+    begins: dict[bool, int] = {}
+    for action, num_bytes, address in zip(run["action"], run["size"], run["address"], strict=True):
+        if action in grows:
+            reserved_bytes += num_bytes
+        elif action in shrinks:
+            reserved_bytes -= num_bytes
+            if before not in shrinks:
+                allocator.release_cached()
+        elif action == codes["alloc"]:
+            block = blocks[address] = allocator.allocate(num_bytes)
+            assert allocator.reserved_bytes == reserved_bytes
+            if expandable:
+                assert block.address == address - begins.setdefault(block.is_small, address - block.address)
+        else:
+            allocator.free(blocks.pop(address))
+        before = action
+    assert reserved_bytes > 20 * GIB
 
 
 def test_the_end_of_a_segment_that_expands_is_taken_last() -> None:
