@@ -1,4 +1,4 @@
-// Shows the operators of this thread to Python, once each has run, as a dispatch mode of torch sees them.
+// Shows the operators of this thread to Python, once each has run, below autograd and autocast.
 //
 // A mode takes the host 5 us for each operator, most of it to make Python objects of arguments, and torch runs other
 // operators while one is active. Here they pass the fallback of a dispatch key that lies directly above that of modes,
@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/library.h>
 
@@ -26,11 +27,19 @@ const c10::DispatchKeySet BELOW(c10::DispatchKeySet::FULL_AFTER, KEY);
 // What the engine runs for itself is seen neither here nor by modes of the user.
 const c10::DispatchKeySet UNSEEN{KEY, DispatchKey::Python, DispatchKey::PythonTLSSnapshot};
 
-// Operators in their order, by their names: the dispatcher may give the place of one to another. Those at `wanted`
-// positions are reported.
+// A name stands for another operator, maybe, once one was deregistered.
+std::atomic<uint64_t> num_deregistered{0};
+
+class Deregistrations : public c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle&) override { ++num_deregistered; }
+};
+
+// Operators in their order. Those at `wanted` positions are reported.
 struct Sequence {
   std::vector<c10::OperatorName> names;
   std::vector<bool> wanted;
+  const uint64_t num_deregistered_before = num_deregistered;
 
   Sequence(const std::vector<std::pair<std::string, std::string>>& given, std::vector<bool> wanted)
       : wanted(std::move(wanted)) {
@@ -39,7 +48,7 @@ struct Sequence {
   }
 
   bool has(size_t position, const c10::OperatorName& name) const {
-    return position < names.size() && names[position] == name;
+    return position < names.size() && names[position] == name && num_deregistered_before == num_deregistered;
   }
 };
 
@@ -47,19 +56,25 @@ struct Run {
   const Sequence* sequence;  // none: all operators are reported
   py::function report;
   py::function resolve;  // gives the operator of a name and an overload as Python calls it; None: it only makes views
-  size_t num_modes = 0;  // at the beginning
+  size_t num_modes = 0;  // at the beginning, as the next two
+  int graph_task = 0;
   uint64_t num_strays = 0;
   size_t position = 0;
   bool is_other = false;  // an operator did not fit
-  bool has_modes = false;  // the layer has modes of its own, behind which arguments may be others
+  // The layer has modes of its own, behind which arguments may be others; or it takes a gradient, for which torch runs
+  // operators by who else holds tensors.
+  bool is_unusual = false;
 };
 
 thread_local Run* running = nullptr;  // while the layer runs: held by its `Following`
 std::atomic<uint64_t> num_strays{0};  // operators in threads to which torch passed the key on: those of backward
 
-// Return what Python calls an operator. It lives as long as the process.
+// Return what Python calls an operator. It is held, and never freed.
 PyObject* resolved(Run& run, const c10::OperatorHandle& handle) {
   thread_local std::unordered_map<c10::OperatorName, PyObject*> known;
+  thread_local uint64_t known_since = 0;
+  if (known_since != num_deregistered) known.clear();
+  known_since = num_deregistered;
   const auto& name = handle.operator_name();
   if (auto found = known.find(name); found != known.end()) return found->second;
   py::gil_scoped_acquire lock;
@@ -96,21 +111,23 @@ void report(Run& run, py::object what, const c10::FunctionSchema& schema, const 
 }
 
 struct Role {
-  bool is_next = false;  // the next of the sequence
+  bool is_expected = false;  // the next of the sequence
   bool is_wanted = false;
+  bool is_other = false;
 };
 
-// Return the role of the operator, which is about to run. Sets `run.is_other` if it does not fit.
+// Return the role of the operator, which is about to run.
 Role role_of(Run& run, const c10::OperatorHandle& handle) {
-  if (size_t(TorchDispatchModeTLS::stack_len()) != run.num_modes) run.is_other = run.has_modes = true;
+  if (size_t(TorchDispatchModeTLS::stack_len()) != run.num_modes ||
+      torch::autograd::get_current_graph_task_id() != run.graph_task) {
+    run.is_other = run.is_unusual = true;
+  }
   if (run.is_other) return {};
   if (run.sequence && run.sequence->has(run.position, handle.operator_name())) {
-    return {true, run.sequence->wanted[run.position]};
+    return {true, run.sequence->wanted[run.position], false};
   }
   const bool makes_views = resolved(run, handle) == Py_None;
-  if (!run.sequence) return {false, !makes_views};
-  run.is_other = !makes_views;
-  return {};
+  return {false, !run.sequence && !makes_views, run.sequence && !makes_views};
 }
 
 void follow(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -128,12 +145,14 @@ void follow(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::
   if (role.is_wanted) given.assign(stack->end() - schema.arguments().size(), stack->end());
   handle.redispatchBoxed(keys & BELOW, stack);
   const size_t position = run->position;
-  run->position += role.is_next;  // an operator that fails does not count
+  run->position += role.is_expected;  // an operator that fails does not count
+  run->is_other |= role.is_other;
   if (!role.is_wanted) return;
-  // Below autograd views do not share the version counter, by which Python detects changes in place.
-  auto keys_with_versions = c10::impl::tls_local_dispatch_key_set();
-  keys_with_versions.excluded_ = keys_with_versions.excluded_.remove(DispatchKey::ADInplaceOrView);
-  c10::impl::ForceDispatchKeyGuard with_versions(keys_with_versions);
+  // Below autograd views do not share the version counter, by which Python detects changes in place. What autocast
+  // casts is cast already.
+  auto local = c10::impl::tls_local_dispatch_key_set();
+  local.excluded_ = (local.excluded_ | c10::autocast_dispatch_keyset).remove(DispatchKey::ADInplaceOrView);
+  c10::impl::ForceDispatchKeyGuard with_versions(local);
   py::gil_scoped_acquire lock;
   auto what = run->sequence ? py::object(py::int_(position)) : py::reinterpret_borrow<py::object>(resolved(*run, handle));
   report(*run, what, schema, given, *stack);
@@ -150,6 +169,7 @@ class Following {
   void begin() {
     TORCH_CHECK(!guard_, "it has begun already");
     run_.num_modes = TorchDispatchModeTLS::stack_len();
+    run_.graph_task = torch::autograd::get_current_graph_task_id();
     run_.num_strays = num_strays;
     outer_ = running;
     running = &run_;
@@ -160,7 +180,7 @@ class Following {
     if (!guard_) return;
     guard_.reset();
     running = outer_;
-    saw_all_ = !run_.has_modes && run_.num_strays == num_strays;
+    saw_all_ = !run_.is_unusual && run_.num_strays == num_strays;
   }
 
   bool saw_all() const { return saw_all_; }
@@ -190,6 +210,7 @@ class Unseen {
 PYBIND11_MODULE(megatron_swap_operators, module) {
   // Here, since an error in an initializer of the library would end the process: another extension may use the key.
   static torch::Library library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
+  static auto listening = c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Deregistrations>());
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&follow>());
   module.attr("KEY") = KEY;
   py::class_<Sequence>(module, "Sequence")

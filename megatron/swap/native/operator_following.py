@@ -29,10 +29,11 @@ Resolve = Callable[[str, str], Any]
 
 
 class Following(Protocol):
-    """Follows the operators of this thread from ``begin`` to ``end``, as autograd calls them.
+    """Follows the operators of this thread from ``begin`` to ``end``, below autograd and autocast.
 
     Attributes, valid after the end:
-        saw_all: the operators had no dispatch mode that was not active at the beginning, and none ran in other threads.
+        saw_all: the operators had no dispatch mode that was not active at the beginning, took no gradient, and none ran
+            in other threads.
         is_as_expected: that is so, and all operators of the sequence have run, and no others but unreported ones.
     """
 

@@ -26,10 +26,14 @@ class AlikeRuns:
     Args:
         is_measuring: whether steps are measured now.
         has_room: whether the host has room for this many bytes more.
+
+    Attributes:
+        unseen: classes of layers whose operators C++ does not see all. Dispatch modes see them.
     """
 
     def __init__(self, is_measuring: Callable[[], bool], has_room: Callable[[int], bool]) -> None:
         self.is_measuring = is_measuring
+        self.unseen: set[type] = set()
         self._has_room = has_room
         self._measured: dict[Hashable, list[int]] = {}  # runs of this forward
         self._inputs: dict[Hashable, list[Alias]] = {}  # what these were called with

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ class Followed(Following, Protocol):
 
     @property
     def unseen(self) -> Callable[[], AbstractContextManager[None]]:
-        """What makes a context for operators that are not seen."""
+        """A function that makes a context for operators that are not seen."""
         ...
 
 
@@ -91,7 +90,6 @@ class _InCpp:
         return self._following.is_as_expected
 
 
-@functools.cache
 @uncompiled
 def _resolve(name: str, overload: str) -> Any:
     """Return the operator as Python calls it; ``None``: it only makes views."""

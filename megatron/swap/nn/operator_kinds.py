@@ -1,4 +1,4 @@
-"""What operators of PyTorch's dispatcher do, by their schemas and tags, and whether they may run again."""
+"""Kinds of operators of PyTorch's dispatcher, by their schemas and tags, and whether they may run again."""
 
 from __future__ import annotations
 

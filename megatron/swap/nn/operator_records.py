@@ -17,6 +17,7 @@ from math import inf
 from typing import Any, Self
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
@@ -43,6 +44,7 @@ class OperatorOrder:
             does, after the layer.
         recorded: positions of operators that were recorded when all were wanted.
         in_cpp: they were seen in C++.
+        num_modes: dispatch modes that were active around the layer. With others operators may do something else.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -51,6 +53,7 @@ class OperatorOrder:
     last_write: dict[int, float] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
     in_cpp: bool = False
+    num_modes: int = 0
 
     def position(self, number: int) -> int:
         """Return the position of the operator that makes output ``number``."""
@@ -138,7 +141,7 @@ class OperatorWatch(Operators):
 
     def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool | None = None) -> None:
         super().__init__(recomputer, tensors, in_cpp)
-        self.order = OperatorOrder(in_cpp=self.in_cpp)
+        self.order = OperatorOrder(in_cpp=self.in_cpp, num_modes=_len_torch_dispatch_stack())
         self._num_outputs = 0
 
     @uncompiled

@@ -166,6 +166,10 @@ class RepeatedRuns:
         if not is_as_watched:
             self._repeats.pop(self._run, None)
 
+    def forget(self, run: tuple[int, int]) -> None:
+        """Repeat nothing of ``run``."""
+        self._repeats.pop(run, None)
+
     def drop_packer(self) -> None:
         """Hold nothing of the run, which is over or has failed."""
         self._packer = None

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -29,9 +30,6 @@ from megatron.swap.nn.operator_following import is_followed_in_cpp
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
 from megatron.swap.nn.operator_repeats import RepeatedRuns
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
-
-MAX_UNSEEN = 3
-"""After so many runs of which C++ did not see all operators, dispatch modes see those of a layer."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,6 @@ class PlannedBoundary(ModuleBoundary):
         # Outputs to record, by run, under the present policy; None: all. Before a run has shown it there is no entry.
         self._wanted: dict[int, frozenset[int] | None] = {}
         self._repeats = RepeatedRuns()
-        self._num_unseen = 0  # runs of which C++ did not see all operators
         self._has_operators = not computing_devices(module)  # offloaded weights are elsewhere in backward
         self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
@@ -219,15 +216,23 @@ class PlannedBoundary(ModuleBoundary):
         with follower:
             result = self._inner(*args, **kwargs)
         self._repeats.end(follower.is_as_watched)
-        self._num_unseen += not follower.saw_all
+        if not follower.saw_all:
+            self._alike.unseen.add(type(self.module))
         if not follower.is_as_watched:  # the next run is watched
             self._records = None
-            del self._orders[self._nth]
-            self._wanted.pop(self.layer, None)
-            recomputer.forget_trials(self.layer)
+            self._forget_order(recomputer)
         return result
 
+    def _forget_order(self, recomputer: Recomputer) -> None:
+        del self._orders[self._nth]
+        self._wanted.pop(self.layer, None)
+        recomputer.forget_trials(self.layer)
+
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
+        order, recomputer = self._orders.get(self._nth), self._saved_tensors.recomputer
+        if order is not None and recomputer is not None and order.num_modes != _len_torch_dispatch_stack():
+            self._repeats.forget((self.layer, self._nth))
+            self._forget_order(recomputer)
         is_known = self._nth in self._orders and self._wanted.get(self.layer) is not None and not self.is_first_step
         self._repeats.begin((self.layer, self._nth), is_known and self._saved_tensors.is_repeatable)
         self._on_recomputed = None if self._repeats.is_repeating else self._note_recomputed
@@ -239,11 +244,11 @@ class PlannedBoundary(ModuleBoundary):
     def _run_watched(self, recomputer: Recomputer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer, and learn the order of its operators."""
         before = self._orders.get(self._nth)
-        in_cpp = is_followed_in_cpp() and self._num_unseen < MAX_UNSEEN
+        in_cpp = is_followed_in_cpp() and type(self.module) not in self._alike.unseen
         with OperatorWatch(recomputer, self._tensors_before(args, kwargs), in_cpp) as watch:
             result = self._inner(*args, **kwargs)
         if not watch.saw_all:
-            self._num_unseen += 1
+            self._alike.unseen.add(type(self.module))
             self._orders.pop(self._nth, None)
             return result
         order = self._orders[self._nth] = watch.order

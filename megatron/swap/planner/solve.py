@@ -29,7 +29,7 @@ MAX_ROUNDS = 7
 BUSY_HOST = 1.5
 """A busy host takes this many times as long as the fastest steps show: half of the steps that were timed on an H200."""
 SEVERAL = 4
-"""So many times the plans that are wanted are looked at: some differ in their prefetch window alone."""
+"""Plans that are looked at for each one that is wanted: some differ in their prefetch window alone."""
 SAME = 1.001
 """Step times that differ by less are the same."""
 NEAR_OPTIMUM = 1e-4

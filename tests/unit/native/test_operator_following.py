@@ -254,6 +254,8 @@ def test_an_operator_that_fails_does_not_count(native: Operators) -> None:
     with Followed(native, [aten.add.Tensor, aten.exp.default]) as followed:
         with pytest.raises(RuntimeError, match="size of tensor a"):
             VALUE + five
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            VALUE @ VALUE  # not even expected
         VALUE.add(VALUE).exp()
     assert followed.is_as_expected
     assert [call[0] for call in followed.calls] == [0, 1]
@@ -278,6 +280,50 @@ def test_operators_in_threads_that_torch_passes_the_key_to_are_noticed(native: O
     with Followed(native, None) as followed:
         VALUE.exp()
     assert followed.saw_all
+
+
+def test_a_gradient_within_the_run_is_noticed(native: Operators) -> None:
+    """Autograd adds gradients in place where nobody else holds them: its operators are not always the same."""
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * 2).sum()
+    with Followed(native, None) as followed:
+        VALUE.exp()
+        loss.backward()
+    assert not followed.saw_all
+    assert [call[0] for call in followed.calls][:1] == [aten.exp.default]
+
+
+def test_an_operator_that_is_registered_again_is_another(native: Operators) -> None:
+    def register(kernel: Callable[[torch.Tensor], torch.Tensor]) -> torch.library.Library:
+        library = torch.library.Library("megatron_swap_test", "DEF")
+        library.define("made(Tensor value) -> Tensor")
+        library.impl("made", kernel, "CPU")
+        return library
+
+    first = register(torch.sin)
+    with Followed(native, [torch.ops.megatron_swap_test.made.default]) as followed, torch.no_grad():
+        torch.ops.megatron_swap_test.made(VALUE)
+        assert len(followed.calls) == 1
+        first._destroy()
+        second = register(torch.cos)
+        torch.ops.megatron_swap_test.made(VALUE)
+    assert not followed.is_as_expected
+    with Followed(native, None) as seen, torch.no_grad():
+        torch.ops.megatron_swap_test.made(VALUE)
+    assert [call[0] for call in seen.calls] == [torch.ops.megatron_swap_test.made.default]
+    second._destroy()
+
+
+def test_in_a_report_nothing_is_cast(native: Operators) -> None:
+    """What autocast casts is cast already, and an operator that it leaves alone computes the same without it."""
+    is_on: list[bool] = []
+    following = native.Following(None, lambda *_: is_on.append(torch.is_autocast_enabled("cpu")), _resolve)
+    with torch.autocast("cpu", torch.bfloat16):
+        following.begin()
+        (VALUE @ VALUE.t()).mul(2)
+        following.end()
+    assert len(is_on) > 2  # casts, product, mul
+    assert not any(is_on)
 
 
 def test_operators_that_take_functions_pass(native: Operators) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from megatron import swap
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import Action, Site
@@ -394,3 +396,61 @@ def test_nothing_of_a_run_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(packers) == 7
     assert not any(packer() for packer in packers)
     run.swapped.close()
+
+
+class Halves(TorchDispatchMode):
+    """Changes what an operator returns."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.ops.aten.silu.default else result
+
+
+@pytest.mark.parametrize("layer", [Layer, Shared])
+@pytest.mark.parametrize("policy", [Mixed, AllRecomputed])
+def test_a_mode_that_comes_later_is_not_left_out_of_what_is_recomputed(
+    layer: Callable[[], nn.Module], policy: type[Mixed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is active in forward alone, so that the operators whose results it changes must not run again."""
+    run = Run(layer, policy(), monkeypatch)
+    assert run.step()["recomputed"] > 0
+    for model in (run.model, run.plain):
+        forward = model.forward
+
+        def with_mode(*given: Any, inner: Callable[..., Any] = forward) -> Any:
+            with Halves():
+                return inner(*given)
+
+        monkeypatch.setattr(model, "forward", with_mode)
+    did = [run.step() for _ in range(4)]
+    assert did[-1]["recomputed"] > 0
+
+
+class Guarded(Layer):
+    """An operator fails in each run, and the layer goes on."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(RuntimeError):
+            hidden @ hidden.new_ones(1, 1, WIDTH + 1)
+        return super().forward(hidden)
+
+
+class Gradient(Layer):
+    """A gradient is taken in each run."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            point = hidden.detach().requires_grad_()
+            (force,) = torch.autograd.grad((point.sin() * point.cos()).sum(), point)
+        return super().forward(hidden + force)
+
+
+@pytest.mark.parametrize(("layer", "in_cpp"), [(Guarded, True), (Gradient, False)])
+def test_what_layers_do_that_is_unusual_is_repeated(
+    layer: Callable[[], nn.Module], in_cpp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(layer, Mixed(), monkeypatch)
+    assert all(run.step()["recomputed"] > 0 for _ in range(3))
+    assert not any(run.ended)
+    orders = [order for one in run.swapped._planned.boundaries for order in one._orders.values()]
+    assert {order.in_cpp for order in orders} == {in_cpp}
