@@ -215,14 +215,15 @@ PYBIND11_MODULE(megatron_swap_operators, module) {
   module.attr("KEY") = KEY;
   py::class_<Sequence>(module, "Sequence")
       .def(py::init<const std::vector<std::pair<std::string, std::string>>&, std::vector<bool>>());
-  py::class_<Following>(module, "Following")
+  auto following = py::class_<Following>(module, "Following");
+  following
       .def(py::init<const Sequence*, py::function, py::function>(), py::keep_alive<1, 2>(), py::arg("sequence").none(),
            py::arg("report"), py::arg("resolve"))
       .def("begin", &Following::begin)
       .def("end", &Following::end)
       .def_property_readonly("saw_all", &Following::saw_all)
       .def_property_readonly("is_as_expected", &Following::is_as_expected);
-  py::class_<Unseen>(module, "Unseen")
+  following.attr("unseen") = py::class_<Unseen>(module, "Unseen")
       .def(py::init<>())
       .def("__enter__", &Unseen::enter)
       .def("__exit__", &Unseen::exit);

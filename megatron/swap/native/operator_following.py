@@ -41,25 +41,29 @@ class Following(Protocol):
     def saw_all(self) -> bool: ...
     @property
     def is_as_expected(self) -> bool: ...
+    @property
+    def unseen(self) -> Callable[[], AbstractContextManager[None]]:
+        """A function that makes a context for operators that neither this nor a dispatch mode sees."""
+        ...
+
     def begin(self) -> None: ...
     def end(self) -> None: ...
 
 
-class Operators(Protocol):
+class OperatorLibrary(Protocol):
     """The interface of the C++ part.
 
     ``Sequence`` gets names and overloads of operators, and whether each of them is reported. ``Following`` without a
     sequence reports all operators. With one it reports those that are wanted, by their positions, and none from the
-    first that differs. ``Unseen`` is a context for operators that neither it nor a dispatch mode sees.
+    first that differs.
     """
 
     def Sequence(self, names: Sequence[tuple[str, str]], wanted: Sequence[bool]) -> object: ...
     def Following(self, sequence: object | None, report: Report, resolve: Resolve) -> Following: ...
-    def Unseen(self) -> AbstractContextManager[None]: ...
 
 
 @functools.cache
-def load_operators() -> Operators | None:
+def load_operators() -> OperatorLibrary | None:
     """Return the C++ part, and build it if needed.
 
     ``None``: it cannot be built, which is logged once, or is not wanted (``MEGATRON_SWAP_NATIVE=0``).
@@ -79,7 +83,7 @@ def load_operators() -> Operators | None:
             "%s", error,
         )  # fmt: skip
         return None
-    return cast(Operators, module)
+    return cast(OperatorLibrary, module)
 
 
 def _pass_higher_order_operators(key: Any) -> None:

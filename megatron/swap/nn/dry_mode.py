@@ -20,6 +20,7 @@ from megatron.swap.devices.dry import DryDevice
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.nn.module_boundary import tensors_in
 from megatron.swap.nn.operator_costs import ALLOCATING, cost_of
+from megatron.swap.nn.operator_kinds import PRODUCTS
 from megatron.swap.planner.gpus import Gpu
 
 MOST_KNOWN = 2**22
@@ -31,7 +32,6 @@ CUBLAS_BYTES = 32 * MIB
 forward's, and the one in which autograd runs backward."""
 META = torch.device("meta")
 aten = torch.ops.aten
-BY_CUBLAS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 
 
 @contextmanager
@@ -69,7 +69,7 @@ class _PricedOperators(TorchDispatchMode):
             cost = cost_of(func, args, kwargs, result, self._gpu)
             for tensor in seen:  # what was made before the run is seen as an input
                 self._device.hold(tensor.untyped_storage())
-            if func.overloadpacket in BY_CUBLAS and not self._has_workspace[in_backward()]:
+            if func.overloadpacket in PRODUCTS and not self._has_workspace[in_backward()]:
                 self._has_workspace[in_backward()] = True
                 self._device.take(CUBLAS_BYTES)
             self._device.run(cost.ms, cost.workspace_bytes)

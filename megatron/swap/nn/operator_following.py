@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -13,15 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.swap.native.operator_following import Following, Report, load_operators
 from megatron.swap.nn.operator_kinds import Kind, kind_of
-
-
-class Followed(Following, Protocol):
-    """Follows operators as ``Following`` does."""
-
-    @property
-    def unseen(self) -> Callable[[], AbstractContextManager[None]]:
-        """A function that makes a context for operators that are not seen."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -46,16 +37,16 @@ class OperatorSequence:
         return cls(operators, wanted, native.Sequence(names, [place in wanted for place in range(len(names))]))
 
 
-def followed(report: Report, sequence: OperatorSequence | None, in_cpp: bool) -> Followed:
-    """Return what follows operators, and shows all of them, or the wanted ones of ``sequence``, to ``report``."""
+def followed(report: Report, sequence: OperatorSequence | None, in_cpp: bool) -> Following:
+    """Return what follows operators, and shows all of them, or the wanted ones of ``sequence``, to ``report``.
+
+    Args:
+        in_cpp: C++ may see them. A mode does where it is missing.
+    """
     native = load_operators() if in_cpp else None
     if native is None:
         return _Mode(report, sequence)
-    return _InCpp(native.Following(sequence and sequence.native, report, _resolve), native.Unseen)
-
-
-def is_followed_in_cpp() -> bool:
-    return load_operators() is not None
+    return native.Following(sequence and sequence.native, report, _resolve)
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
@@ -68,26 +59,6 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
-
-
-class _InCpp:
-    def __init__(self, following: Following, unseen: Callable[[], AbstractContextManager[None]]) -> None:
-        self.unseen = unseen
-        self._following = following
-
-    def begin(self) -> None:
-        self._following.begin()
-
-    def end(self) -> None:
-        self._following.end()
-
-    @property
-    def saw_all(self) -> bool:
-        return self._following.saw_all
-
-    @property
-    def is_as_expected(self) -> bool:
-        return self._following.is_as_expected
 
 
 @uncompiled

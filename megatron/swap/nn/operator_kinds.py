@@ -49,7 +49,7 @@ REPEATABLE = (Kind.CHEAP, Kind.PRODUCT)
 
 def kind_of(func: Any) -> Kind:
     """Return what the operator ``func`` does."""
-    known = _KINDS.get(id(func))  # operators live forever, and compute their hash in Python
+    known = _KINDS.get(id(func))  # operators compute their hash in Python
     if known is None or known[0] is not func:
         known = _KINDS[id(func)] = func, _kind_of(func)
     return known[1]

@@ -25,8 +25,9 @@ from megatron.swap.common.site_paths import SOURCE_PATH
 from megatron.swap.common.types import Site
 from megatron.swap.engine.producer_records import of_tensors_alone
 from megatron.swap.engine.recompute import PLAIN, Recomputer
+from megatron.swap.native.operator_following import Following
 from megatron.swap.nn.module_boundary import tensors_in
-from megatron.swap.nn.operator_following import Followed, OperatorSequence, followed, is_followed_in_cpp, uncompiled
+from megatron.swap.nn.operator_following import OperatorSequence, followed, uncompiled
 from megatron.swap.nn.operator_kinds import REPEATABLE, Kind, kind_of, producer_of, written
 
 
@@ -43,7 +44,7 @@ class OperatorOrder:
         last_write: position of the last operator that writes to a storage, by the storage's number; infinite: the model
             does, after the layer.
         recorded: positions of operators that were recorded when all were wanted.
-        in_cpp: they were seen in C++.
+        in_cpp: C++ was to see them.
         num_modes: dispatch modes that were active around the layer. With others operators may do something else.
     """
 
@@ -66,23 +67,21 @@ class Operators:
     Args:
         recomputer: is told while the context is entered, so that operators of its own are not seen.
         tensors: tensors that the layer may read or change: its weights, its buffers and its inputs.
-        in_cpp: they are seen in C++, not by a dispatch mode; ``None``: where it is available. With a mode torch may run
-            other operators than without.
+        in_cpp: C++ may see them, not a dispatch mode. With a mode torch may run other operators than without.
 
     Attributes:
-        saw_all: after the end, whether the layer had no modes of its own, and no operators in other threads, which C++
-            does not see.
+        saw_all, is_as_expected: those of ``Following``, after the end.
     """
 
     sequence: OperatorSequence | None = None
     """The operators that are expected, if only some of them are to be seen."""
 
-    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool | None = None) -> None:
-        self.in_cpp = is_followed_in_cpp() if in_cpp is None else in_cpp
-        self.saw_all = True
+    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool = True) -> None:
+        self.in_cpp = in_cpp
+        self.saw_all = self.is_as_expected = False
         self._recomputer = recomputer
         self._outer: Callable[[], AbstractContextManager[None]] | None = None
-        self._followed: Followed | None = None
+        self._followed: Following | None = None
         self._num_before = 0
         self._numbers: dict[int, int] = {}  # by the addresses of storages
         self._made: list[StorageWeakRef] = []  # until the end, so that no address is used again
@@ -102,13 +101,9 @@ class Operators:
     def __exit__(self, *error: object) -> None:
         assert self._followed is not None
         self._followed.end()
-        self.saw_all = self._followed.saw_all
-        self._end(self._followed)
+        self.saw_all, self.is_as_expected = self._followed.saw_all, self._followed.is_as_expected
         self._followed = None  # it refers to this object
         self._recomputer.unwatched = self._outer
-
-    def _end(self, followed: Followed) -> None:
-        """All operators have run."""
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the storage of ``tensor``; ``None``: it has none."""
@@ -139,7 +134,7 @@ class OperatorWatch(Operators):
     to find that out: what was to be made from it has been freed.
     """
 
-    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool | None = None) -> None:
+    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool = True) -> None:
         super().__init__(recomputer, tensors, in_cpp)
         self.order = OperatorOrder(in_cpp=self.in_cpp, num_modes=_len_torch_dispatch_stack())
         self._num_outputs = 0

@@ -12,7 +12,7 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.repeated_run import NotingPacker, RepeatingPacker, RunMemo
 from megatron.swap.engine.saved_tensors import LayerPacker
-from megatron.swap.nn.operator_following import Followed, OperatorSequence, uncompiled
+from megatron.swap.nn.operator_following import OperatorSequence, uncompiled
 from megatron.swap.nn.operator_kinds import producer_of
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, is_plain, of_tensors, part_of
 
@@ -54,14 +54,10 @@ class OperatorRepeats(OperatorFollower):
         self._packer = packer
         self._outputs = repeat.outputs
         self._operators = order.operators
-        self._is_as_expected = False
 
     @property
     def is_as_watched(self) -> bool:
-        return self._is_as_expected
-
-    def _end(self, followed: Followed) -> None:
-        self._is_as_expected = followed.is_as_expected
+        return self.is_as_expected
 
     @uncompiled
     def ran(self, position: int, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:

@@ -26,7 +26,6 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.nn.alike_runs import AlikeRuns, kind_of
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
-from megatron.swap.nn.operator_following import is_followed_in_cpp
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
 from megatron.swap.nn.operator_repeats import RepeatedRuns
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
@@ -244,7 +243,7 @@ class PlannedBoundary(ModuleBoundary):
     def _run_watched(self, recomputer: Recomputer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer, and learn the order of its operators."""
         before = self._orders.get(self._nth)
-        in_cpp = is_followed_in_cpp() and type(self.module) not in self._alike.unseen
+        in_cpp = type(self.module) not in self._alike.unseen
         with OperatorWatch(recomputer, self._tensors_before(args, kwargs), in_cpp) as watch:
             result = self._inner(*args, **kwargs)
         if not watch.saw_all:
