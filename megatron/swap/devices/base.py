@@ -7,6 +7,7 @@ emulation a wait on the compute stream does too, because that stream *is* the ca
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -109,6 +110,10 @@ class Device(ABC):
     def finish(self, event: Event) -> None:
         """Make the calling thread wait until ``event`` has passed; any thread may."""
         event.synchronize()
+
+    def host_ms(self) -> float:
+        """Return the time of the host's clock, in milliseconds since some moment."""
+        return 1e3 * time.perf_counter()
 
     @abstractmethod
     def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:

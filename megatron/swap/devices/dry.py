@@ -1,7 +1,8 @@
 """The dry device: the meta device of PyTorch, whose tensors have no bytes, with a clock and a count of memory.
 
 Nothing is computed or copied. Whoever runs operators on it says how long each takes and which storages it makes, and a
-step then looks to a recorder as on a GPU. The host is never ahead: an operator begins when the one before it is done.
+step then looks to a recorder as on a GPU. An operator begins when the one before it is done and the host, which has a
+clock of its own, has launched it.
 """
 
 from __future__ import annotations
@@ -80,15 +81,20 @@ class DryDevice(Device):
         self.torch_device = torch.device("meta")
         self.name = name
         self._compute = DryStream()
+        self._host_ms = 0.0
         self._copy_streams: list[DryStream] = []
         self._link_gb_s, self._link_both_gb_s = link_gb_s, link_both_gb_s
         self._held_bytes = self._peak_bytes = self._recent_peak_bytes = 0
         self._held: set[int] = set()
         self._allocator = DryAllocator(expandable)
 
-    def run(self, ms: float, workspace_bytes: int = 0) -> None:
-        """Advance the clock by an operator that takes ``ms`` and, while it runs, ``workspace_bytes`` of memory."""
-        self._compute.end_ms += ms
+    def run(self, ms: float, workspace_bytes: int = 0, host_ms: float = 0.0) -> None:
+        """Advance the clocks by an operator that takes the host ``host_ms``, and then the device ``ms`` and, while it
+        runs, ``workspace_bytes`` of memory. Operators that take no time are not launched.
+        """
+        self._host_ms += host_ms
+        if ms:
+            self._compute.end_ms = max(self._compute.end_ms, self._host_ms) + ms
         if workspace_bytes:
             self._free(self._count(workspace_bytes))
 
@@ -161,12 +167,16 @@ class DryDevice(Device):
         peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self._held_bytes
         return peak_bytes, self._held_bytes
 
+    def host_ms(self) -> float:
+        return self._host_ms
+
     def mark(self) -> DryMark:
         return DryMark(self._compute.end_ms)
 
     def synchronize(self) -> None:
         for stream in self._copy_streams:
             stream.record_event().synchronize()
+        self._host_ms = max(self._host_ms, self._compute.end_ms)
 
     def close(self) -> None:
         self.synchronize()

@@ -19,7 +19,7 @@ from megatron.swap.common.types import MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.nn.module_boundary import tensors_in
-from megatron.swap.nn.operator_costs import ALLOCATING, cost_of
+from megatron.swap.nn.operator_costs import ALLOCATING, HOST_MS, cost_of
 from megatron.swap.nn.operator_kinds import PRODUCTS
 from megatron.swap.planner.gpus import Gpu
 
@@ -72,7 +72,7 @@ class _PricedOperators(TorchDispatchMode):
             if func.overloadpacket in PRODUCTS and not self._has_workspace[in_backward()]:
                 self._has_workspace[in_backward()] = True
                 self._device.take(CUBLAS_BYTES)
-            self._device.run(cost.ms, cost.workspace_bytes)
+            self._device.run(cost.ms, cost.workspace_bytes, 0.0 if in_backward() else HOST_MS)
         return result
 
     def _learn(

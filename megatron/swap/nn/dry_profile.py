@@ -83,6 +83,7 @@ def dry_profile(
             undo.callback(each.abandon)
 
         def recorded(by: Recorder) -> Recording:
+            device.synchronize()  # a step begins with an idle device
             by.start(1)
             step()
             by.step_ended(2)
@@ -117,7 +118,7 @@ def dry_profile(
             whole = PlanClass(format_ranges(repeatable), {}, (LAYER_SECTION,))
             policy.apply_plan(Plan(described, None, None, None, (whole,)))
             planned.apply_policy(None)
-            return with_recorded_times(profile, [recorded(timer)])
+            return with_recorded_times(profile, [recorded(timer)], own_host_ms=float)
 
 
 def dry_planned_step(
@@ -146,6 +147,7 @@ def _settled(device: DryDevice, step: Step) -> DryStep:
     """Run ``step`` until no more memory is reserved, at most ``MOST_STEPS`` times behind the first."""
     step()
     for _ in range(MOST_STEPS):
+        device.synchronize()  # a step begins with an idle device
         begin, reserved_bytes = device.mark(), device.reserved_bytes()
         step()
         if device.reserved_bytes() == reserved_bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import count
@@ -13,7 +13,6 @@ from typing import Literal
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import GIB, MIB, SwapError
-from megatron.swap.planner.host_time import own_host_ms
 from megatron.swap.planner.profile import (
     Device,
     LayerClass,
@@ -31,6 +30,8 @@ from megatron.swap.planner.timeline import LayerPass, Moment, NonLayerStep, Time
 
 SAME_SIZE = 0.01
 """Relative difference up to which two sizes count as equal."""
+OwnHostTime = Callable[[float], float]
+"""Returns the host's time for a layer's own forward, given that of a layer that is recomputed whole, in ms."""
 
 
 def build_profile(
@@ -91,7 +92,9 @@ def trained_layers(recording: Recording) -> set[int]:
     return {one.pass_key.layer for one in Timeline(recording).passes if one.is_whole}
 
 
-def with_recorded_times(profile: Profile, recordings: Sequence[Recording], of_host: bool = False) -> Profile:
+def with_recorded_times(
+    profile: Profile, recordings: Sequence[Recording], own_host_ms: OwnHostTime | None = None
+) -> Profile:
     """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed as a whole.
 
     If the host limits the speed (experts wait for counts of tokens), then packing, copying and recording saved tensors
@@ -99,7 +102,7 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording], of_ho
     the ratio of the layer's new time to its old time.
 
     Args:
-        of_host: take the host's time in forward, too, of layers that are recomputed whole.
+        own_host_ms: ``None``: the host's time in forward does not count.
     """
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
@@ -108,7 +111,7 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording], of_ho
     for entry in profile.layers:
         mine = [one for one in passes if one.pass_key.layer in entry.layers]
         recompute_ms = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
-        layers.append(_timed(entry, mine, recompute_ms, of_host) if mine else entry)
+        layers.append(_timed(entry, mine, recompute_ms, own_host_ms) if mine else entry)
     steps = [one for timeline in timelines for one in timeline.steps]
     if not passes or not steps:
         return profile
@@ -119,7 +122,8 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording], of_ho
 
 
 def _timed(
-    entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms: Sequence[float], of_host: bool
+    entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms: Sequence[float],
+    own_host_ms: OwnHostTime | None,
 ) -> LayerClass:
     forward_ms = median(one.forward_ms or 0.0 for one in passes)
     backward_ms = median(one.backward_ms or 0.0 for one in passes)
@@ -130,7 +134,7 @@ def _timed(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         # The least: with a full queue of kernels the host waits for the device.
-        host_ms=own_host_ms(min(one.host_ms for one in passes)) if of_host and measured_recompute_ms else 0.0,
+        host_ms=own_host_ms(min(one.host_ms for one in passes)) if own_host_ms and measured_recompute_ms else 0.0,
         sites=tuple(
             replace(
                 site,

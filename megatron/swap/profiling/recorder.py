@@ -7,7 +7,6 @@ read in program order.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,7 +45,7 @@ class Recomputable(Labelled, Protocol):
 class _Note(NamedTuple):
     """An event with the mark of its time. ``noted`` is a second mark, set once the event was noted.
 
-    ``host_s``: time on the host.
+    ``host_ms``: time on the host's clock.
     """
 
     what: What
@@ -55,7 +54,7 @@ class _Note(NamedTuple):
     peak_bytes: int
     now_bytes: int
     details: dict[str, Any]
-    host_s: float
+    host_ms: float
 
 
 class Recorder:
@@ -151,7 +150,7 @@ class Recorder:
         events = tuple(
             Event(
                 note.what, note.mark.elapsed_ms_since(first), note.peak_bytes, note.now_bytes,
-                noting_ms=note.noted.elapsed_ms_since(note.mark), host_at_ms=1e3 * note.host_s, **note.details,
+                noting_ms=note.noted.elapsed_ms_since(note.mark), host_at_ms=note.host_ms, **note.details,
             )
             for note in notes
         )  # fmt: skip
@@ -168,12 +167,12 @@ class Recorder:
         self._forget()
 
     def _note(self, what: What, **details: Any) -> None:
-        host_s, mark = time.perf_counter(), self._device.mark()
+        host_ms, mark = self._device.host_ms(), self._device.mark()
         peak_bytes, now_bytes = self._take_peak()
         if what in (What.BACKWARD_BEGIN, What.BACKWARD_END):
             details["num_bytes"] = self._gradients.num_bytes()
         # Where the host is the bottleneck (experts wait for token counts), the device idles while the event is noted.
-        self._notes.append(_Note(what, mark, self._device.mark(), peak_bytes, now_bytes, details, host_s))
+        self._notes.append(_Note(what, mark, self._device.mark(), peak_bytes, now_bytes, details, host_ms))
 
     # ------------------------------------------------- ranges: layers, chunks, the engine's work
 

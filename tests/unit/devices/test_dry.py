@@ -241,6 +241,19 @@ def test_the_clock_and_the_peak() -> None:
     assert device.peak_bytes() == 4 * MIB
 
 
+def test_operators_begin_once_the_host_has_launched_them() -> None:
+    device = DryDevice("a GPU")
+    begin = device.mark()
+    device.run(1.0, host_ms=0.25)
+    device.run(0.0, host_ms=3.0)  # launches nothing
+    assert (device.mark().elapsed_ms_since(begin), device.host_ms()) == (1.25, 3.25)
+    device.run(1.0, host_ms=0.5)
+    device.run(1.0, host_ms=0.5)
+    assert (device.mark().elapsed_ms_since(begin), device.host_ms()) == (5.75, 4.25)
+    device.synchronize()
+    assert device.host_ms() == 5.75
+
+
 def test_a_storage_counts_once_until_its_last_tensor_is_gone() -> None:
     device = DryDevice("a GPU")
     tensor = torch.empty(1000, device="meta")

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
+from megatron.swap.nn import dry_mode
+from megatron.swap.nn.dry_engine import dry_device
 from megatron.swap.nn.dry_mode import CUBLAS_BYTES, dry_run
 from megatron.swap.nn.dry_profile import dry_planned_step, dry_profile, dry_step
 from megatron.swap.planner.gpus import GPUS
@@ -82,8 +85,11 @@ def test_it_saves_what_the_model_saves_on_the_cpu(name: str, weights: Any, tmp_p
 
 
 @pytest.mark.parametrize("chunk", [None, 32])
-def test_the_cost_model_says_what_steps_take(chunk: int | None, tmp_path: Path) -> None:
+def test_the_cost_model_says_what_steps_take(
+    chunk: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The profile under no plan, and with all layers recomputed, is what unrecorded steps are."""
+    monkeypatch.setattr(dry_mode, "HOST_MS", 0.0)
     training = Training(64, 2, "bf16", "none", chunk)
     sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 2048}
     model = dry_model(transformers.LlamaConfig(**sizes), tmp_path, training)
@@ -100,6 +106,41 @@ def test_the_cost_model_says_what_steps_take(chunk: int | None, tmp_path: Path) 
     recompute_ms = sum(len(entry.layers) * entry.sections[-1].recompute_ms for entry in profile.layers)
     assert nothing.ms + recompute_ms == pytest.approx(whole.ms, rel=0.01)
     assert whole.reserved_gib < nothing.reserved_gib
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_launches_the_operators_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow host slows forward down, without a plan as well. Some operators are outside layers."""
+    training = Training(64, 2, "bf16", "none")
+    model = dry_model(transformers.LlamaConfig(**SIZES), tmp_path, training)
+    layer, counted = model.model.layers[1], Counted()
+    inner = layer.forward
+    layer.forward = lambda *args, **kwargs: _in(counted, inner, *args, **kwargs)
+    with dry_run(dry_device(model, H200), H200):
+        model(input_ids=torch.zeros(2, 64, dtype=torch.long, device="meta"))
+    layer.forward = inner
+    assert counted.number > 40
+    idle = dry_step(model, step_of(model, training), H200)
+    monkeypatch.setattr(dry_mode, "HOST_MS", 1.0)
+    busy = dry_step(model, step_of(model, training), H200)
+    (_, entry) = dry_profile(model, step_of(model, training), H200, min_mib=0.0).layers
+    assert entry.host_ms == pytest.approx(counted.number, rel=0.1)
+    assert entry.forward_ms == pytest.approx(counted.number, rel=0.1)
+    assert 1 < (busy.ms - idle.ms) / (SIZES["num_hidden_layers"] * counted.number) < 1.4
+
+
+def _in(mode: TorchDispatchMode, function: Any, *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return function(*args, **kwargs)
 
 
 def test_the_optimizer_counts(tmp_path: Path) -> None:
@@ -141,8 +182,11 @@ def test_gradients_that_a_step_makes_are_held_from_backward_on(weights: Any, tmp
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_steps_under_a_plan_take_what_the_simulation_says(name: str, tmp_path: Path) -> None:
-    """Budgets from the smallest one on. Besides fragments a step holds what the plan predicts."""
+def test_steps_under_a_plan_take_what_the_simulation_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Budgets from the smallest one on, with a host that takes no time: the engine's is not in dry steps."""
+    monkeypatch.setattr(dry_mode, "HOST_MS", 0.0)
     training = Training(64, 8, "bf16", "none")
     model = dry_model(CONFIGS[name](), tmp_path, training)
     profile = dry_profile(model, step_of(model, training), H200, min_mib=0.0)
