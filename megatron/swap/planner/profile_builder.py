@@ -30,8 +30,6 @@ from megatron.swap.planner.timeline import LayerPass, Moment, NonLayerStep, Time
 
 SAME_SIZE = 0.01
 """Relative difference up to which two sizes count as equal."""
-OwnHostTime = Callable[[float], float]
-"""Returns the host's time for a layer's own forward, given that of a layer that is recomputed whole, in ms."""
 
 
 def build_profile(
@@ -93,7 +91,7 @@ def trained_layers(recording: Recording) -> set[int]:
 
 
 def with_recorded_times(
-    profile: Profile, recordings: Sequence[Recording], own_host_ms: OwnHostTime | None = None
+    profile: Profile, recordings: Sequence[Recording], own_host_ms: Callable[[float], float] | None = None
 ) -> Profile:
     """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed as a whole.
 
@@ -102,7 +100,7 @@ def with_recorded_times(
     the ratio of the layer's new time to its old time.
 
     Args:
-        own_host_ms: ``None``: the host's time in forward does not count.
+        own_host_ms: returns a layer's own host time in forward, given that of one that is recomputed whole.
     """
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
@@ -122,11 +120,12 @@ def with_recorded_times(
 
 
 def _timed(
-    entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms: Sequence[float],
-    own_host_ms: OwnHostTime | None,
+    entry: LayerClass, passes: Sequence[LayerPass], recompute_ms: Sequence[float],
+    own_host_ms: Callable[[float], float] | None,
 ) -> LayerClass:
     forward_ms = median(one.forward_ms or 0.0 for one in passes)
     backward_ms = median(one.backward_ms or 0.0 for one in passes)
+    again_ms = max(0.0, median(recompute_ms)) if recompute_ms else forward_ms
     forward = forward_ms / entry.forward_ms if entry.forward_ms else 1.0
     backward = backward_ms / entry.backward_ms if entry.backward_ms else 1.0
     return replace(
@@ -134,7 +133,7 @@ def _timed(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         # The least: with a full queue of kernels the host waits for the device.
-        host_ms=own_host_ms(min(one.host_ms for one in passes)) if own_host_ms and measured_recompute_ms else 0.0,
+        host_ms=own_host_ms(min(one.host_ms for one in passes)) if own_host_ms and recompute_ms else 0.0,
         sites=tuple(
             replace(
                 site,
@@ -146,9 +145,7 @@ def _timed(
             for site in entry.sites
         ),
         sections=tuple(
-            replace(part, recompute_ms=max(0.0, median(measured_recompute_ms)) if measured_recompute_ms else forward_ms)
-            if part.name == LAYER_SECTION else part
-            for part in entry.sections
+            replace(part, recompute_ms=again_ms) if part.name == LAYER_SECTION else part for part in entry.sections
         ),
         temporaries=tuple((at_ms * backward, mib) for at_ms, mib in entry.temporaries),
     )  # fmt: skip
