@@ -4,11 +4,11 @@
     python -m benchmarks.trainer --tokens 8192 --method checkpointing
     python -m benchmarks.trainer --tokens 8192 --method 130
 
-prints a line of JSON: tokens per second and milliseconds over the last steps, from when the planner is stable; the most
-device memory allocated and reserved; all losses; for a budget in GiB also what the planner predicted. A method that
-runs out of memory prints ``"out of memory": true``, a budget for which there is no plan ``"infeasible"`` and why. fp32
-weights, bf16 autocast, fused AdamW, random tokens, one sequence a step; with a budget, ``autocast_cache=False``. The
-Trainer's own loss needs the logits of all tokens at once.
+prints a line of JSON: tokens per second and milliseconds over the last steps, some behind the planner's choice; the
+most device memory allocated and reserved; all losses; for a budget in GiB also what the planner predicted. A method
+that runs out of memory prints ``"out of memory": true``, a budget for which there is no plan ``"infeasible"`` and why.
+fp32 weights, bf16 autocast, fused AdamW, random tokens, one sequence a step; with a budget, ``autocast_cache=False``.
+The Trainer's own loss needs the logits of all tokens at once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron.swap.nn.planned_activations import PlannedActivations
 
 NOTHING, CHECKPOINTING = "nothing", "checkpointing"
 WARM_UP = 3
+"""Steps that are not timed: the first, and the first ones under the chosen plan."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,7 +72,7 @@ class Recorder(transformers.Trainer):
 
 
 class Clock(transformers.TrainerCallback):
-    """Times the last steps, once ``swap``'s plan is stable, and then ends the training.
+    """Times the last steps, ``WARM_UP`` behind the first with a stable plan of ``swap``, and then ends the training.
 
     Attributes:
         ms: of a step.
@@ -80,7 +81,7 @@ class Clock(transformers.TrainerCallback):
     def __init__(self, num_timed: int, swap: SwapCallback | None) -> None:
         self.ms = 0.0
         self._num_timed, self._swap = num_timed, swap
-        self._num_steps = 0
+        self._num_steps = self._num_ready = 0
         self._start = 0.0
         self._started_at: int | None = None
 
@@ -88,7 +89,8 @@ class Clock(transformers.TrainerCallback):
         self._num_steps += 1
         swapped = self._swap.swapped if self._swap is not None else None
         is_ready = not isinstance(swapped, PlannedActivations) or swapped.stats().stage == "stable"
-        if self._started_at is None and self._num_steps >= WARM_UP and (is_ready or self._num_steps >= MOST_STEPS):
+        self._num_ready += is_ready or self._num_steps >= MOST_STEPS
+        if self._started_at is None and self._num_ready > WARM_UP:
             synchronize()
             self._start, self._started_at = time.perf_counter(), self._num_steps
         elif self._started_at is not None and self._num_steps - self._started_at == self._num_timed:
@@ -106,7 +108,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if method not in (NOTHING, CHECKPOINTING):
         swap = SwapCallback(memory_gib=float(method), autocast_cache=False, **SETTINGS)
     clock = Clock(options.steps, swap)
-    num_steps = MOST_STEPS + options.steps
+    num_steps = MOST_STEPS + WARM_UP + options.steps
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=num_steps, per_device_train_batch_size=1, bf16=True, use_cpu=DEVICE == "cpu",

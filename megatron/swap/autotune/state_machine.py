@@ -23,7 +23,7 @@ from megatron.swap.autotune.search import CandidateSearch, Trial, offload_note
 from megatron.swap.autotune.workload import DRIFT, Step, Workload
 from megatron.swap.common.plan import Infeasible, Plan
 from megatron.swap.common.types import GIB, format_bytes
-from megatron.swap.planner.options import WIDENED_GAIN
+from megatron.swap.planner.options import MAX_WIDENINGS, WIDENED_GAIN
 
 RECORDED_STEPS = 2
 """Steps whose saved storages are recorded: what is saved, and where in a layer."""
@@ -34,8 +34,6 @@ SETTLING_STEPS = 1
 MAX_TIGHTENINGS = 3
 """Maximum number of times that a workload gets a smaller budget because measured peaks exceeded the real one."""
 
-MAX_WIDENINGS = 3
-"""Maximum number of further plans for memory that the measured plans left free."""
 
 PlanMaker = Callable[[Workload, float, float | None], Sequence[Plan]]
 """Returns plans for a workload, the best first, which the cost model puts below the given GiB; raises ``Infeasible``.

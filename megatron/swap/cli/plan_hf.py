@@ -75,12 +75,13 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
         if model.supports_gradient_checkpointing:
             with checkpointed(model):
                 steps.append((CHECKPOINTING, (CHECKPOINT_CALL,), dry_step(model, step_of(model, training), gpu)))
-        is_mixed = training.weights == "mixed"
-        profile = dry_profile(part, step_of(model, training), gpu, host_gib=host_gib, autocast_cache=not is_mixed)
+        cache = training.weights != "mixed"
+        step = step_of(model, training)
+        profile = dry_profile(model, step, gpu, part=part, host_gib=host_gib, autocast_cache=cache)
 
         def reserved_of(plan: Plan) -> float:
             step = step_of(model, training)
-            return dry_planned_step(part, step, gpu, plan, autocast_cache=not is_mixed).reserved_gib
+            return dry_planned_step(model, step, gpu, plan, part=part, autocast_cache=cache).reserved_gib
 
         without_swapping = [(name, calls, one.ms, one.reserved_gib) for name, calls, one in steps]
         found = of_dry_run(profile, budget_gib, without_swapping, reserved_of)
@@ -91,7 +92,7 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
             f"--hf {options.hf}: {type(model).__name__} cannot run dry ({in_one_line(error)}). Train it with "
             f"swap.activations({script_name}, memory_gib={floor(budget_gib)}), which measures its steps."
         ) from error
-    more = ", autocast_cache=False" if is_mixed else ""
+    more = "" if cache else ", autocast_cache=False"
     chosen, planned_by = best(found), f"swap.activations({script_name}, memory_gib=…{more})"
     call = "" if chosen is None or chosen.name == NOTHING else CHECKPOINT_CALL
     if chosen is not None and chosen.is_planned:

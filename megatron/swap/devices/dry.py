@@ -88,15 +88,15 @@ class DryDevice(Device):
         self._held: set[int] = set()
         self._allocator = DryAllocator(expandable)
 
-    def run(self, ms: float, workspace_bytes: int = 0, host_ms: float = 0.0) -> None:
+    def run(self, ms: float, workspace_bytes: Sequence[int] = (), host_ms: float = 0.0) -> None:
         """Advance the clocks by an operator that takes the host ``host_ms``, and then the device ``ms`` and, while it
-        runs, ``workspace_bytes`` of memory. Operators that take no time are not launched.
+        runs, blocks of ``workspace_bytes``. Operators that take no time are not launched.
         """
         self._host_ms += host_ms
         if ms:
             self._compute.end_ms = max(self._compute.end_ms, self._host_ms) + ms
-        if workspace_bytes:
-            self._free(self._count(workspace_bytes))
+        for block in reversed([self._count(num_bytes) for num_bytes in workspace_bytes]):
+            self._free(block)
 
     def take(self, num_bytes: int) -> None:
         """Count ``num_bytes`` from now on: what a library takes from PyTorch's allocator, and keeps."""

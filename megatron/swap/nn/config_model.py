@@ -133,20 +133,25 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
     update = optimizers[training.optimizer](list(model.parameters()))
     autocast = DryAutocast() if training.weights == "mixed" else None
 
-    def loss() -> torch.Tensor:
+    def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the loss and, unless it is computed in chunks, the logits."""
         if chunk is None:
-            return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            output = model(input_ids=tokens, labels=tokens, use_cache=False)
+            return output.loss, output.logits
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        return _loss_in_chunks(head, hidden.flatten(0, 1), tokens.flatten(), chunk)
+        return _loss_in_chunks(head, hidden.flatten(0, 1), tokens.flatten(), chunk), None
 
     def backward() -> None:
         if autocast is None:
-            loss().backward()
+            forward()[0].backward()
             return
         with autocast.entered():
             with autocast.forward():
-                result = loss()
-            result.backward()
+                loss, logits = forward()
+            if logits is not None:
+                logits = logits.float()  # accelerate converts what a model returns
+                del logits
+            loss.backward()
 
     def step() -> None:
         backward()

@@ -72,7 +72,9 @@ class DryAutocast:
         def run(*args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(KEY)):
                 if torch.is_grad_enabled() and (self._is_on or in_backward()):
-                    args, kwargs = _pytree.tree_map(lambda leaf: self._cast(leaf, dtype), (args, kwargs))
+                    leaves, structure = _pytree.tree_flatten((args, kwargs))
+                    cast = [self._cast(leaf, dtype) for leaf in reversed(leaves)]  # PyTorch's compiler begins there
+                    args, kwargs = _pytree.tree_unflatten(cast[::-1], structure)
                 return operator(*args, **kwargs)
 
         return run

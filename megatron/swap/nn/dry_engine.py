@@ -68,7 +68,7 @@ def planned_layers(
 ) -> Iterator[PlannedLayers]:
     """Return a context in which the engine is around the layers of ``model``, which does not know their order yet."""
     with ExitStack() as undo:
-        engine = build_engine(device, DryTier(), policy, EngineSettings(recomputes=True), instruments)
+        engine = build_engine(device, DryTier(), policy, EngineSettings(window_bytes=0, recomputes=True), instruments)
         undo.callback(engine.manager.drain)
         for switched, _ in take_over(model):
             for switch_on in switched:

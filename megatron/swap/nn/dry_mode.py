@@ -6,6 +6,7 @@ fused on the meta device, so they are replaced.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ CUBLAS_BYTES = 32 * MIB
 forward's, and the one in which autograd runs backward."""
 META = torch.device("meta")
 aten = torch.ops.aten
+ADD, ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
 
 
 @contextmanager
@@ -54,10 +56,13 @@ class _PricedOperators(TorchDispatchMode):
         self._gpu = gpu
         self._known = WeakTensorKeyDictionary()
         self._has_workspace = {False: False, True: False}  # of cuBLAS, in backward or not
+        self._held_alone = _holders_of_a_sum()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ADD and in_backward() and _holders(args[0]) == self._held_alone:
+            func = ADD_IN_PLACE  # autograd adds gradients so, unless there is a mode
         kwargs = kwargs or {}
         inputs = list(tensors_in([args, kwargs]))
         if func is aten._local_scalar_dense.default and inputs[0].device == META:
@@ -105,6 +110,35 @@ class _PricedOperators(TorchDispatchMode):
                 "measures its steps."
             )
         return self._known[tensor].item()
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return how many hold ``tensor``, which a mode was given: in C++, its storage, and in Python."""
+    in_cpp: int = tensor._use_count()  # type: ignore[attr-defined]
+    return in_cpp, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), sys.getrefcount(tensor)
+
+
+class _Holders(TorchDispatchMode):
+    """Looks at the first gradient of a sum of gradients."""
+
+    found: tuple[int, int, int] | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is ADD and in_backward():
+            self.found = _holders(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _holders_of_a_sum() -> tuple[int, int, int] | None:
+    """Return what ``_holders`` says of a gradient that only autograd has, as it adds another one to it."""
+    tensor = torch.empty(2, device=META, requires_grad=True)
+    holders = _Holders()
+    with torch.enable_grad(), holders:
+        twice = tensor * 2
+        (twice.sin() + twice.cos()).sum().backward()
+    return holders.found
 
 
 @contextmanager

@@ -53,16 +53,17 @@ def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
 
 
 def dry_profile(
-    model: nn.Module, step: Step, gpu: Gpu, *, host_gib: float | None = None, min_mib: float = 1.0,
-    autocast_cache: bool = True,
+    model: nn.Module, step: Step, gpu: Gpu, *, part: nn.Module | None = None, host_gib: float | None = None,
+    min_mib: float = 1.0, autocast_cache: bool = True,
 ) -> Profile:
     """Return the profile of ``step`` on ``gpu``, as ``swap.activations(model, memory_gib=…)`` would measure it there.
 
     As there, a step is recorded, and then one is timed in which all layers are recomputed.
 
     Args:
-        model: the module to swap, with all parameters on the meta device. ``step`` calls it once.
+        model: all its parameters are on the meta device.
         step: is called four times.
+        part: the module to swap, which ``step`` calls once; ``None``: ``model``.
         gpu: figures by which operators are priced.
         host_gib: limit of host memory for activations; ``None``: no limit.
         min_mib, autocast_cache: as in ``swap.activations``.
@@ -71,15 +72,16 @@ def dry_profile(
         UsageError: the model cannot be planned, or its operators do not follow from shapes.
         SwapError: no layer ran backward.
     """
-    refuse_unplannable(model)
+    part = model if part is None else part
+    refuse_unplannable(part)
     device, ranges = dry_device(model, gpu), Ranges()
     recorder = Recorder(device, ranges, device.take_peak)
     timer = recorder.for_times()
     policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR, LINEAR)), 0)  # keeps all else
     instruments = Instruments(ranges=ranges, recorder=recorder)
-    with planned_layers(model, device, policy, instruments, autocast_cache) as planned, ExitStack() as undo:
+    with planned_layers(part, device, policy, instruments, autocast_cache) as planned, ExitStack() as undo:
         for each in (recorder, timer):
-            undo.callback(each.watch(model))
+            undo.callback(each.watch(part))
             undo.callback(each.abandon)
 
         def recorded(by: Recorder) -> Recording:
@@ -91,11 +93,11 @@ def dry_profile(
 
         with dry_run(device, gpu):
             step()  # makes gradients, and shows the order of the layers
-            planned.learn_order(None)
+            planned.learn_order(0)
             step()  # tries each operator once
             device.release_cached()  # as a run does
             recording = recorded(recorder)
-            described = planned.describe(model)
+            described = planned.describe(part)
             layers = tuple(sorted(trained_layers(recording)))
             profile = build_profile(
                 recording,
@@ -122,7 +124,8 @@ def dry_profile(
 
 
 def dry_planned_step(
-    model: nn.Module, step: Step, gpu: Gpu, plan: Plan, *, min_mib: float = 1.0, autocast_cache: bool = True
+    model: nn.Module, step: Step, gpu: Gpu, plan: Plan, *, part: nn.Module | None = None, min_mib: float = 1.0,
+    autocast_cache: bool = True,
 ) -> DryStep:
     """Return what ``step`` takes on ``gpu`` under ``plan``, which was made from the profile of ``model``.
 
@@ -130,11 +133,12 @@ def dry_planned_step(
     back. Copies, waits and recomputation are those of the engine.
 
     Args:
-        min_mib, autocast_cache: as in ``dry_profile``.
+        part, min_mib, autocast_cache: as in ``dry_profile``.
     """
     device = dry_device(model, gpu)
     policy = SwitchingPolicy(SafePolicy(int(min_mib * MIB), (OPERATOR, LINEAR)), int(min_mib * MIB))
-    with planned_layers(model, device, policy, Instruments(), autocast_cache) as planned, dry_run(device, gpu):
+    part = model if part is None else part
+    with planned_layers(part, device, policy, Instruments(), autocast_cache) as planned, dry_run(device, gpu):
         step()
         planned.learn_order(0)
         device.release_cached()

@@ -6,16 +6,16 @@ are enough, so the tensors may be on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from megatron.swap.nn.module_boundary import tensors_in
-from megatron.swap.planner.attention import BACKWARD_FLOPS, fused_workspace
+from megatron.swap.planner.attention import BACKWARD_FLOPS
 from megatron.swap.planner.gpus import Gpu
 
 LEAST_MS = 0.005
@@ -36,22 +36,26 @@ GATHERING = {aten.embedding, aten.index, aten.index_select, aten.gather}
 OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
 """Operators that do not read the first argument, which they change."""
 MOST_UNSORTED = 3072
-"""Most tokens whose embedding's backward adds gradients without sorting them. With more it first makes a row in single
-precision for each different token; all are counted as different."""
+"""Most tokens whose embedding's backward adds gradients without sorting them. With more it first makes rows in single
+precision: one for each token, and one for each ``MOST_ADDED``, since it adds no more at once."""
+MOST_ADDED = 10
 FORWARD_ATTENTION = {aten._scaled_dot_product_flash_attention: 4, aten._scaled_dot_product_efficient_attention: 6}
 BACKWARD_ATTENTION = {
     aten._scaled_dot_product_flash_attention_backward: 11, aten._scaled_dot_product_efficient_attention_backward: 11
 }  # fmt: skip
 """Fused attention, with the position of the argument ``is_causal``."""
+WARP, MOST_THREADS, MOST_RESIDENT, NUM_PROCESSORS = 32, 512, 2048, 132
+"""Threads of a warp, of a block of a sum, and of those that a multiprocessor has at once; multiprocessors of Hopper."""
+VALUES = 16, 256
 GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """``workspace_bytes``: memory that the operator takes while it runs, besides what it returns."""
+    """``workspace_bytes``: blocks of memory that the operator takes while it runs, besides what it returns."""
 
     ms: float
-    workspace_bytes: int = 0
+    workspace_bytes: tuple[int, ...] = ()
 
 
 FREE = Cost(0.0)
@@ -80,9 +84,11 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     speed = gpu.optimizer_gb_s if is_of_optimizer else gpu.memory_gb_s
     slower = SINGLE_PRECISION if any(tensor.dtype is torch.float32 for tensor in inputs) else 1
     product_ms = _flops(func, args, kwargs, result) * slower / (gpu.tflops * 1e9)
-    workspace = 0
+    workspace: tuple[int, ...] = ()
     if packet is aten.embedding_dense_backward and args[1].numel() > MOST_UNSORTED:
-        workspace = 4 * args[1].numel() * args[0].shape[-1]
+        workspace = (4 * (args[1].numel() + args[1].numel() // MOST_ADDED) * args[0].shape[-1],)
+    elif packet is aten.sum:
+        workspace = _sum_workspace(*args[:2])
     return Cost(max(product_ms, num_bytes / (speed * 1e6), LEAST_MS), workspace)
 
 
@@ -109,10 +115,35 @@ def _attention(packet: Any, args: tuple[Any, ...], gpu: Gpu) -> Cost:
     flops = 2 * prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3]) / (2 if is_causal else 1)
     if not is_backward:
         return Cost(max(flops / (gpu.attention_tflops * 1e9), LEAST_MS))
-    is_grouped = key.shape[1] < query.shape[1]
-    log_sum_exp = 4 * prod(query.shape[:3])
-    workspace = fused_workspace(query.nbytes, log_sum_exp, is_grouped)
-    return Cost(max(BACKWARD_FLOPS * flops / (gpu.attention_tflops * 1e9), LEAST_MS), int(workspace))
+    # Sums of the query's gradient in single precision; for fewer keys than queries their gradients, by query.
+    workspace = [4 * prod(query.shape[:3]), 4 * query.numel()]
+    if key.shape[1] < query.shape[1]:
+        workspace += [query.nbytes, query.nbytes]
+    return Cost(max(BACKWARD_FLOPS * flops / (gpu.attention_tflops * 1e9), LEAST_MS), tuple(workspace))
+
+
+def _sum_workspace(tensor: torch.Tensor, dims: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the memory in which blocks of threads leave partial sums, in single precision, of a matrix's columns:
+    gradients of biases and of norms' weights. Other sums need hardly any.
+
+    PyTorch splits the rows among as many blocks as fill the GPU, but each thread adds ``VALUES``, at least and at most.
+    A block has a warp's width, and each of its threads up to four columns (``aten/src/ATen/native/cuda/Reduce.cuh``).
+    """
+    places = {dim % tensor.dim() for dim in dims or ()}
+    strides = tensor.stride()
+    in_memory = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    if set(in_memory[: len(places)]) != places or not tensor.permute(in_memory).is_contiguous():
+        return ()
+    columns = prod(size for dim, size in enumerate(tensor.shape) if dim not in places)
+    rows = tensor.numel() // max(columns, 1)
+    per_thread = next(number for number in (4, 2, 1) if columns % number == 0)
+    height = MOST_THREADS // per_thread // WARP
+    num_wide, values = columns // per_thread // WARP, ceil(rows / height)
+    num_fitting = NUM_PROCESSORS * MOST_RESIDENT // (WARP * height)
+    if not (0 < num_wide <= num_fitting and values >= VALUES[1]):
+        return ()
+    blocks = max(min(ceil(num_fitting / num_wide), ceil(values / VALUES[0])), ceil(values / VALUES[1]))
+    return (4 * columns * blocks * WARP * per_thread,)
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

@@ -30,9 +30,9 @@ NEAR = 1.02
 """A simpler option is preferred if its step takes at most this times the fastest one's."""
 WORTH = 0.995
 """Copies of weights in FP8 are dropped if a step then takes at most this times as long."""
-MOST_TRIED = 5
-"""Plans of a dry run whose steps run, too."""
-WIDENED_GAIN = 0.003
+MAX_WIDENINGS = 3
+"""Maximum number of further plans for memory that the measured plans left free."""
+WIDENED_GAIN = 0.001
 """A run tries a further plan if it is predicted to be faster by this fraction."""
 LAYERS_AHEAD = 20
 """Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, and a layer's forward and backward launch about
@@ -232,7 +232,7 @@ def _tried(profile: Profile, budget_gib: float, reserved_of: Callable[[Plan], fl
         option = planned(budget_gib - option.device_gib + profile.reserves_gib[-1])
     chosen: Option | None = None
     chosen_gib, chosen_ms, too_high_gib, least_gib = 0.0, float("inf"), float("inf"), float("inf")
-    for _ in range(MOST_TRIED):
+    for _ in range(1 + MAX_WIDENINGS):
         if option.prediction is None or option.solution is None:
             break
         prediction, gib = option.prediction, reserved_of(option.solution.plan)
@@ -248,6 +248,8 @@ def _tried(profile: Profile, budget_gib: float, reserved_of: Callable[[Plan], fl
         if chosen is not None:
             next_gib = (chosen_gib + min(chosen_gib + budget_gib - chosen.device_gib, too_high_gib)) / 2
         option = planned(budget_gib - next_gib)
+        if option.prediction is not None and option.prediction.step_ms > chosen_ms:  # the solver has missed one
+            option = planned(budget_gib - (chosen_gib + option.prediction.peak_gib) / 2)
         if option.prediction is None or option.prediction.step_ms > (1 - WIDENED_GAIN) * chosen_ms:
             break
     needed_gib = option.device_gib if least_gib == float("inf") else float(written_budget(least_gib))

@@ -234,7 +234,7 @@ def test_the_clock_and_the_peak() -> None:
     device.take(MIB)
     begin = device.mark()
     device.run(2.5)
-    device.run(0.5, workspace_bytes=3 * MIB)
+    device.run(0.5, workspace_bytes=(2 * MIB, MIB))
     assert device.mark().elapsed_ms_since(begin) == 3.0
     assert device.take_peak() == (4 * MIB, MIB)
     assert device.take_peak() == (MIB, MIB)

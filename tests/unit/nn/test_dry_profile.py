@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import gzip
 import json
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.swap.common.plan import Plan
+from megatron.swap.common.plan import Plan, load_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.nn import dry_mode
@@ -32,6 +35,7 @@ from megatron.swap.nn.config_model import Training, checkpointed, model_of, step
 H200 = GPUS["h200"]
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = "nothing", "checkpointing"
+PAGE = 2 * MIB
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -54,12 +58,12 @@ def dry_model(config: Any, folder: Path, training: Training) -> Any:
 
 
 def planned_option(
-    profile: Profile, part: Any, step: Callable[[], None], budget_gib: float, nothing: tuple[float, float], **more: Any
+    profile: Profile, model: Any, step: Callable[[], None], budget_gib: float, nothing: tuple[float, float], **more: Any
 ) -> Option:
-    """Return the option that is planned for ``part``. ``nothing``: ms and GiB without a plan."""
+    """Return the option that is planned for ``model``. ``nothing``: ms and GiB without a plan."""
 
     def reserved_of(plan: Plan) -> float:
-        return dry_planned_step(part, step, H200, plan, **more).reserved_gib
+        return dry_planned_step(model, step, H200, plan, **more).reserved_gib
 
     return of_dry_run(profile, budget_gib, [("nothing", (), *nothing)], reserved_of)[-1]
 
@@ -97,9 +101,10 @@ def test_the_cost_model_says_what_steps_take(
     with checkpointed(model):
         whole = dry_step(model, step_of(model, training), H200)
     part = swapped_part(model, training)[0]
-    profile = dry_profile(part, step_of(model, training), H200, min_mib=0.0)
+    profile = dry_profile(model, step_of(model, training), H200, part=part, min_mib=0.0)
     figures = nothing.ms, nothing.reserved_gib
-    planned = planned_option(profile, part, step_of(model, training), 100.0, figures, min_mib=0.0).prediction
+    step = step_of(model, training)
+    planned = planned_option(profile, model, step, 100.0, figures, part=part, min_mib=0.0).prediction
     assert planned is not None
     assert planned.step_ms == pytest.approx(nothing.ms, rel=1e-6)
     assert planned.peak_gib == pytest.approx(nothing.reserved_gib, rel=0.03)
@@ -240,6 +245,18 @@ def qwen3_8b(num_hidden_layers: int) -> Any:
     )  # fmt: skip
 
 
+def with_product_of_positions(model: Any) -> Any:
+    """Return ``model`` as in transformers 5.17, which the GPU's runs had: its rotary embedding is a product, so that
+    cuBLAS takes its workspace there.
+    """
+
+    def product(*_: object) -> None:
+        torch.empty(1, 1, device="meta") @ torch.empty(1, 1, device="meta")
+
+    model.base_model.rotary_emb.register_forward_pre_hook(product)
+    return model
+
+
 def compared(predicted: float, found: float, places: int) -> str:
     """Return the cells of a table: predicted, measured, and the difference."""
     error = f"{100 * (predicted / found - 1):+.1f} %".replace("+0.0", "0.0").replace("-0.0", "0.0")
@@ -254,15 +271,16 @@ def test_an_h200_measured_what_is_predicted(
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     training = Training(8192, 1, "bf16", "none", 4096)
-    model = dry_model(qwen3_8b(num_hidden_layers=16), tmp_path, training)
+    model = with_product_of_positions(dry_model(qwen3_8b(num_hidden_layers=16), tmp_path, training))
     nothing = dry_step(model, step_of(model, training), H200)
     with checkpointed(model):
         whole = dry_step(model, step_of(model, training), H200)
     predicted = {"nothing": (nothing.ms, nothing.reserved_gib), "checkpointing": (whole.ms, whole.reserved_gib)}
-    profile = dry_profile(model.base_model, step_of(model, training), H200)
+    part = model.base_model
+    profile = dry_profile(model, step_of(model, training), H200, part=part)
     for row in measured[2:]:
         step = step_of(model, training)
-        option = planned_option(profile, model.base_model, step, float(row["method"]), predicted["nothing"])
+        option = planned_option(profile, model, step, float(row["method"]), predicted["nothing"], part=part)
         assert option.prediction is not None
         predicted[row["method"]] = option.prediction.step_ms, option.prediction.peak_gib
     assert len(measured) == len(predicted) == 5
@@ -287,7 +305,7 @@ def test_an_h200_measured_what_is_predicted_for_trainer(tmp_path: Path, monkeypa
     assert len(rows) == 3
     for row in rows:
         training = Training(row["tokens"], 1, "mixed", "adamw-fused")
-        model = dry_model(config, tmp_path, training)
+        model = with_product_of_positions(dry_model(config, tmp_path, training))
         with checkpointed(model):
             predicted = dry_step(model, step_of(model, training), H200.for_width(4096))
         name = f"{row['tokens'] // 1024}k tokens"
@@ -298,6 +316,46 @@ def test_an_h200_measured_what_is_predicted_for_trainer(tmp_path: Path, monkeypa
         assert predicted.ms == pytest.approx(row["ms"], rel=0.08), name
         memory = compared(predicted.reserved_gib, row["peak_reserved_gib"], 2)
         assert f"\n| {name} | {memory} | {compared(predicted.ms, row['ms'], 0)} |\n" in page, (name, memory, predicted)
+
+
+@pytest.mark.slow
+def test_a_step_takes_the_blocks_that_a_gpu_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a MiB or more, in pages, that the first step of a run that plans itself takes and frees, in order.
+
+    The run's script selects the hidden states of its only sequence, whose gradient is one block more.
+    """
+    run = json.loads(gzip.decompress((ROOT / "docs/results/h200-allocator/any-model-26.9.json.gz").read_bytes()))
+    actions = {run["codes"]["alloc"]: "take", run["codes"]["free_completed"]: "free"}
+    found = [(actions[one], ceil(size / PAGE)) for one, size in zip(run["action"], run["size"], strict=True)
+             if one in actions and size >= MIB]  # fmt: skip
+    taken: list[tuple[str, int]] = []
+    for what, name in (("take", "_count"), ("free", "_free")):
+        inner = getattr(DryDevice, name)
+
+        def noting(device: DryDevice, given: Any, what: str = what, inner: Any = inner) -> Any:
+            num_bytes = given if what == "take" else given.num_bytes
+            taken.extend([(what, ceil(num_bytes / PAGE))] if num_bytes >= MIB else [])
+            return inner(device, given)
+
+        monkeypatch.setattr(DryDevice, name, noting)
+    training = Training(8192, 1, "bf16", "none", 4096)
+    model = with_product_of_positions(dry_model(qwen3_8b(num_hidden_layers=16), tmp_path, training))
+    step = step_of(model, training)
+
+    class StepIsOver(Exception):
+        pass
+
+    def one_step() -> None:
+        step()
+        raise StepIsOver
+
+    plan = load_plan(ROOT / "docs/results/any-model/plan-33.739.json")
+    with pytest.raises(StepIsOver):
+        dry_planned_step(model, one_step, H200, plan, part=model.base_model)
+    matcher = difflib.SequenceMatcher(None, taken, found[: len(taken) + 2], autojunk=False)
+    others = [(taken[i:j], found[k:m]) for tag, i, j, k, m in matcher.get_opcodes() if tag != "equal"]
+    assert len(taken) > 4500
+    assert sum(len(a) + len(b) for a, b in others) < 8, others
 
 
 def test_values_that_follow_from_shapes_are_known() -> None:
