@@ -88,7 +88,7 @@ def test_memory_stays_free_if_nothing_faster_fits_into_it() -> None:
     def infeasible(_: Run, reserve_gib: float) -> Sequence[Plan]:
         raise Infeasible(f"no plan leaves {reserve_gib}", 9.5)
 
-    for widen in (infeasible, lambda *_: [], lambda *_: [a_plan("wide", ms=99.8)]):
+    for widen in (infeasible, lambda *_: [], lambda *_: [a_plan("wide", ms=99.95)]):
         run = three(peaks=(8.0, 8.0, 8.0), widen=widen)
         assert until_stable(run) == PROFILED + 6
         assert len(run.reserves) == 1
