@@ -23,7 +23,7 @@ from megatron.swap.autotune.search import CandidateSearch, Trial, offload_note
 from megatron.swap.autotune.workload import DRIFT, Step, Workload
 from megatron.swap.common.plan import Infeasible, Plan
 from megatron.swap.common.types import GIB, format_bytes
-from megatron.swap.planner.options import MAX_WIDENINGS, WIDENED_GAIN
+from megatron.swap.planner.options import MAX_TIGHTENINGS, MAX_WIDENINGS, WIDENED_GAIN
 
 RECORDED_STEPS = 2
 """Steps whose saved storages are recorded: what is saved, and where in a layer."""
@@ -31,8 +31,6 @@ TIMED_STEPS = 3
 """Steps that are timed with no recording and no copies beside them. Odd, since the median counts."""
 SETTLING_STEPS = 1
 """Steps after a switch that are not judged: the engine learns the order and sizes of its copies."""
-MAX_TIGHTENINGS = 3
-"""Maximum number of times that a workload gets a smaller budget because measured peaks exceeded the real one."""
 
 
 PlanMaker = Callable[[Workload, float, float | None], Sequence[Plan]]

@@ -20,7 +20,7 @@ from megatron.swap.common.types import MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.nn.module_boundary import tensors_in
-from megatron.swap.nn.operator_costs import ALLOCATING, HOST_MS, cost_of
+from megatron.swap.nn.operator_costs import ALLOCATING, HOST_MS, cost_of, touched_bytes
 from megatron.swap.nn.operator_kinds import PRODUCTS
 from megatron.swap.planner.gpus import Gpu
 
@@ -61,7 +61,7 @@ class _PricedOperators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is ADD and in_backward() and _holders(args[0]) == self._held_alone:
+        if func is ADD and in_backward() and _is_alike(*args[:2]) and _holders(args[0]) == self._held_alone:
             func = ADD_IN_PLACE  # autograd adds gradients so, unless there is a mode
         kwargs = kwargs or {}
         inputs = list(tensors_in([args, kwargs]))
@@ -77,7 +77,9 @@ class _PricedOperators(TorchDispatchMode):
             if func.overloadpacket in PRODUCTS and not self._has_workspace[in_backward()]:
                 self._has_workspace[in_backward()] = True
                 self._device.take(CUBLAS_BYTES)
-            self._device.run(cost.ms, cost.workspace_bytes, 0.0 if in_backward() else HOST_MS)
+            # Autograd detaches the outputs that it saves, which operators see only where there is a mode.
+            host_ms = 0.0 if in_backward() or func is aten.detach.default else HOST_MS
+            self._device.run(cost.ms, cost.workspace_bytes, host_ms)
         return result
 
     def _learn(
@@ -110,6 +112,13 @@ class _PricedOperators(TorchDispatchMode):
                 "measures its steps."
             )
         return self._known[tensor].item()
+
+
+def _is_alike(tensor: Any, other: Any) -> bool:
+    """Whether autograd may add gradients in place: both have the same form, and the sum is not differentiated."""
+    if not (isinstance(tensor, torch.Tensor) and isinstance(other, torch.Tensor)) or torch.is_grad_enabled():
+        return False
+    return tensor.shape == other.shape and tensor.dtype is other.dtype and touched_bytes(tensor) == tensor.nbytes
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -46,7 +46,8 @@ BACKWARD_ATTENTION = {
 """Fused attention, with the position of the argument ``is_causal``."""
 WARP, MOST_THREADS, MOST_RESIDENT, NUM_PROCESSORS = 32, 512, 2048, 132
 """Threads of a warp, of a block of a sum, and of those that a multiprocessor has at once; multiprocessors of Hopper."""
-VALUES = 16, 256
+LEAST_VALUES, MOST_VALUES = 16, 256
+"""Numbers that a thread of a sum adds, if there are enough."""
 GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
 
 
@@ -79,7 +80,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     elif packet in GATHERING:
         read = [*outputs, *inputs[1:]]
     written = outputs or list(tensors_in(_written(func, args)))  # operators on lists return nothing
-    num_bytes = sum(map(_touched_bytes, read)) + sum(map(_touched_bytes, written))
+    num_bytes = sum(map(touched_bytes, read)) + sum(map(touched_bytes, written))
     is_of_optimizer = func._schema.name.startswith(("aten::_foreach", "aten::_fused_adam"))
     speed = gpu.optimizer_gb_s if is_of_optimizer else gpu.memory_gb_s
     slower = SINGLE_PRECISION if any(tensor.dtype is torch.float32 for tensor in inputs) else 1
@@ -126,27 +127,36 @@ def _sum_workspace(tensor: torch.Tensor, dims: Sequence[int] | None = None) -> t
     """Return the memory in which blocks of threads leave partial sums, in single precision, of a matrix's columns:
     gradients of biases and of norms' weights. Other sums need hardly any.
 
-    PyTorch splits the rows among as many blocks as fill the GPU, but each thread adds ``VALUES``, at least and at most.
-    A block has a warp's width, and each of its threads up to four columns (``aten/src/ATen/native/cuda/Reduce.cuh``).
+    PyTorch splits the rows among as many blocks as fill the GPU. A block has a warp's width, or that of narrow
+    matrices, and each of its threads up to four columns (``aten/src/ATen/native/cuda/Reduce.cuh``).
     """
-    places = {dim % tensor.dim() for dim in dims or ()}
+    if not tensor.dim() or not tensor.numel():
+        return ()
+    places = {dim % tensor.dim() for dim in dims or range(tensor.dim())}
     strides = tensor.stride()
     in_memory = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    if set(in_memory[: len(places)]) != places or not tensor.permute(in_memory).is_contiguous():
-        return ()
     columns = prod(size for dim, size in enumerate(tensor.shape) if dim not in places)
-    rows = tensor.numel() // max(columns, 1)
-    per_thread = next(number for number in (4, 2, 1) if columns % number == 0)
-    height = MOST_THREADS // per_thread // WARP
-    num_wide, values = columns // per_thread // WARP, ceil(rows / height)
-    num_fitting = NUM_PROCESSORS * MOST_RESIDENT // (WARP * height)
-    if not (0 < num_wide <= num_fitting and values >= VALUES[1]):
+    if columns == 1 or set(in_memory[: len(places)]) != places or not tensor.permute(in_memory).is_contiguous():
         return ()
-    blocks = max(min(ceil(num_fitting / num_wide), ceil(values / VALUES[0])), ceil(values / VALUES[1]))
-    return (4 * columns * blocks * WARP * per_thread,)
+    rows, per_thread = tensor.numel() // columns, next(number for number in (4, 2, 1) if columns % number == 0)
+    most_threads, wide = MOST_THREADS // per_thread, columns // per_thread
+    width = min(_power(wide), WARP)
+    height = min(_power(rows), most_threads // width)
+    width = min(_power(wide), most_threads // height)
+    num_wide, values = ceil(wide / width), ceil(rows / height)
+    num_fitting = NUM_PROCESSORS * (MOST_RESIDENT // (width * height))
+    if num_wide > num_fitting or values < MOST_VALUES:
+        return ()
+    blocks = max(min(ceil(num_fitting / num_wide), ceil(values / LEAST_VALUES)), ceil(values / MOST_VALUES))
+    return (4 * columns * blocks * width * per_thread,)
 
 
-def _touched_bytes(tensor: torch.Tensor) -> int:
+def _power(number: int) -> int:
+    """Return the largest power of two that is not above ``number``."""
+    return 1 << (number.bit_length() - 1)
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of different elements: an expanded tensor is read once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.itemsize if tensor.numel() else 0

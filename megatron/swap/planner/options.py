@@ -30,8 +30,10 @@ NEAR = 1.02
 """A simpler option is preferred if its step takes at most this times the fastest one's."""
 WORTH = 0.995
 """Copies of weights in FP8 are dropped if a step then takes at most this times as long."""
+MAX_TIGHTENINGS = 3
+"""Maximum number of times that a workload gets a smaller budget because peaks exceeded the real one."""
 MAX_WIDENINGS = 3
-"""Maximum number of further plans for memory that the measured plans left free."""
+"""Maximum number of further plans for memory that plans left free."""
 WIDENED_GAIN = 0.001
 """A run tries a further plan if it is predicted to be faster by this fraction."""
 LAYERS_AHEAD = 20
@@ -232,9 +234,8 @@ def _tried(profile: Profile, budget_gib: float, reserved_of: Callable[[Plan], fl
         option = planned(budget_gib - option.device_gib + profile.reserves_gib[-1])
     chosen: Option | None = None
     chosen_gib, chosen_ms, too_high_gib, least_gib = 0.0, float("inf"), float("inf"), float("inf")
-    for _ in range(1 + MAX_WIDENINGS):
-        if option.prediction is None or option.solution is None:
-            break
+    num_wider = num_tighter = 0
+    while option.prediction is not None and option.solution is not None:
         prediction, gib = option.prediction, reserved_of(option.solution.plan)
         predicted_gib, least_gib = prediction.peak_gib, min(least_gib, gib)
         if gib <= budget_gib:
@@ -245,6 +246,9 @@ def _tried(profile: Profile, budget_gib: float, reserved_of: Callable[[Plan], fl
         else:
             too_high_gib = min(too_high_gib, predicted_gib)
         next_gib = predicted_gib + budget_gib - gib
+        num_tighter, num_wider = num_tighter + (chosen is None), num_wider + (chosen is not None)
+        if num_tighter > MAX_TIGHTENINGS or num_wider > MAX_WIDENINGS:
+            break
         if chosen is not None:
             next_gib = (chosen_gib + min(chosen_gib + budget_gib - chosen.device_gib, too_high_gib)) / 2
         option = planned(budget_gib - next_gib)

@@ -6,6 +6,7 @@ import difflib
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.swap.common.plan import Plan, load_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
+from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.nn import dry_mode
+from megatron.swap.nn.dry_autocast import DryAutocast
 from megatron.swap.nn.dry_engine import dry_device
 from megatron.swap.nn.dry_mode import CUBLAS_BYTES, dry_run
 from megatron.swap.nn.dry_profile import dry_planned_step, dry_profile, dry_step
+from megatron.swap.planner import options
 from megatron.swap.planner.gpus import GPUS
 from megatron.swap.planner.options import Option, of_dry_run
 from megatron.swap.planner.profile import Profile
@@ -119,7 +123,7 @@ class Counted(TorchDispatchMode):
     number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += 1
+        self.number += func is not torch.ops.aten.detach.default  # autograd's, of what it saves
         return func(*args, **(kwargs or {}))
 
 
@@ -367,6 +371,70 @@ def test_values_that_follow_from_shapes_are_known() -> None:
         positions[0, 0] = 7  # the values are not followed through changes
         with pytest.raises(UsageError, match="depends on its tokens or weights"):
             int(positions[0, 0])
+
+
+def added_gradients(loss_of: Callable[[torch.Tensor], torch.Tensor], **options: bool) -> list[str]:
+    """Return the names of the operators that add tensors of some size in backward."""
+    added: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func.overloadpacket).removeprefix("aten.")
+            added.extend([name] if name in ("add", "add_") and in_backward() and args[0].numel() > 2 else [])
+            return func(*args, **(kwargs or {}))
+
+    device = DryDevice("a GPU")
+    with Noting(), dry_run(device, H200):
+        loss_of(torch.empty(64, 64, device="meta", requires_grad=True) * 1).backward(**options)
+    return added
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_that_only_autograd_holds_are_added_in_place() -> None:
+    assert added_gradients(lambda x: (x.sin() + x.cos() + x.exp()).sum()) == ["add_", "add_"]
+    assert added_gradients(lambda x: (x + x.sin()).sum()) == ["add"]  # the sum's gradient is another input's, too
+    assert added_gradients(lambda x: (x.sin() + x.cos()).sum(), create_graph=True) == ["add"]
+    assert added_gradients(lambda x: torch.atan2(x[:, :1], x).sum()).count("add_") < 2  # not a derivative's own sum
+    assert added_gradients(lambda x: x.sum() + x.sum()) == ["add"]  # expanded
+
+
+def test_casts_of_a_product_begin_with_its_weight() -> None:
+    made: list[torch.Size] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            made.extend([result.shape] if func is torch.ops.aten._to_copy.default else [])
+            return result
+
+    autocast, linear = DryAutocast(), nn.Linear(8, 16, device="meta")
+    with Noting(), autocast.entered(), autocast.forward():
+        linear(torch.empty(4, 8, device="meta"))
+    assert made == [(16,), (16, 8), (4, 8)]
+
+
+def test_a_slower_plan_for_more_memory_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The solver's search misses plans. Then one for less of the memory that is left free is tried."""
+    training = Training(64, 8, "bf16", "none")
+    model = dry_model(CONFIGS["llama"](), tmp_path, training)
+    profile = dry_profile(model, step_of(model, training), H200, min_mib=0.0)
+    least_gib, most_gib = smallest_budget(profile), simulate(profile, empty_plan(profile)).peak_gib
+    budget_gib, rooms = (least_gib + most_gib) / 2, []
+    inner = options.solve_fractions
+
+    def missing(profile: Profile, budget_gib: float, reserve_gib: float | None = None, **more: Any) -> Any:
+        found = inner(profile, budget_gib, reserve_gib=reserve_gib, **more)
+        rooms.append(found.prediction.peak_gib)
+        if len(rooms) == 2:
+            found = replace(found, predictions=(replace(found.prediction, step_ms=1e6),))
+        return found
+
+    monkeypatch.setattr(options, "solve_fractions", missing)
+    reserved = [0.9 * budget_gib, 0.95 * budget_gib]
+    nothing = [("nothing", (), 1.0, 1.0)]
+    option = of_dry_run(profile, budget_gib, nothing, lambda _: reserved[min(len(rooms), 3) // 3])[-1]
+    assert rooms[0] < rooms[2] < rooms[1]
+    assert option.device_gib == reserved[1]
 
 
 def test_a_value_of_data_is_refused() -> None:

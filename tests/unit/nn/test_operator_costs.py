@@ -81,6 +81,8 @@ def test_attention(is_causal: bool, num_keys: int) -> None:
         ((1, 8192, 32, 128), (0, 1, 2, 3), (0, 1, 2), 132),
         ((1, 8, 8192, 128), (0, 2, 1, 3), (0, 1, 2), 64),
         ((8192, N), (0, 1), (-2,), 132),
+        ((262144, 64), (0, 1), (0,), 32),
+        ((8192, 2880), (0, 1), (0,), 129.375),
         ((8192, N), (0, 1), (1,), 0),
         ((8192, N), (1, 0), (0,), 0),
         ((8192, N), (0, 1), (0, 1), 0),
@@ -88,10 +90,11 @@ def test_attention(is_causal: bool, num_keys: int) -> None:
         ((64, N), (0, 1), (0,), 0),
         ((8192, 8), (0, 1), (0,), 0),
         ((0, N), (0, 1), (0,), 0),
+        ((), (), (0,), 0),
     ],
 )
 def test_sums_of_columns_keep_partial_sums(
-    shape: tuple[int, ...], order: tuple[int, ...], dims: tuple[int, ...], mib: int
+    shape: tuple[int, ...], order: tuple[int, ...], dims: tuple[int, ...], mib: float
 ) -> None:
     found = cost(aten.sum.dim_IntList, tensor(*shape).permute(order), dims)
     assert sum(found.workspace_bytes) == mib * 2**20
