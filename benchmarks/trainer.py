@@ -72,7 +72,7 @@ class Recorder(transformers.Trainer):
 
 
 class Clock(transformers.TrainerCallback):
-    """Times the last steps, ``WARM_UP`` behind the first with a stable plan of ``swap``, and then ends the training.
+    """Times the last steps, once ``swap``'s plan was stable in ``WARM_UP`` of them, and then ends the training.
 
     Attributes:
         ms: of a step.
@@ -90,7 +90,7 @@ class Clock(transformers.TrainerCallback):
         swapped = self._swap.swapped if self._swap is not None else None
         is_ready = not isinstance(swapped, PlannedActivations) or swapped.stats().stage == "stable"
         self._num_ready += is_ready or self._num_steps >= MOST_STEPS
-        if self._started_at is None and self._num_ready > WARM_UP:
+        if self._started_at is None and self._num_ready == WARM_UP:
             synchronize()
             self._start, self._started_at = time.perf_counter(), self._num_steps
         elif self._started_at is not None and self._num_steps - self._started_at == self._num_timed:
