@@ -4,7 +4,7 @@
     python -m benchmarks.trainer --tokens 8192 --method checkpointing
     python -m benchmarks.trainer --tokens 8192 --method 130
 
-prints a line of JSON: tokens per second and milliseconds over the last steps, some behind the planner's choice; the
+prints a line of JSON: tokens per second and milliseconds over the last steps, once a plan was stable in three; the
 most device memory allocated and reserved; all losses; for a budget in GiB also what the planner predicted. A method
 that runs out of memory prints ``"out of memory": true``, a budget for which there is no plan ``"infeasible"`` and why.
 fp32 weights, bf16 autocast, fused AdamW, random tokens, one sequence a step; with a budget, ``autocast_cache=False``.

@@ -12,7 +12,7 @@ from megatron.swap.autotune.consensus import Ranks
 from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.types import GIB, OPERATOR
-from megatron.swap.planner.host_time import own_host_ms
+from megatron.swap.planner.host_time import WHOLE_LAYER
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
 from megatron.swap.planner.profile_builder import build_profile, trained_layers, with_recorded_times
 from megatron.swap.planner.recording import Recording
@@ -139,6 +139,6 @@ class WorkloadProfiler:
             ]  # fmt: skip
             # Elsewhere the host's time is not as planner/host_time.py says: nobody watches operators.
             of_host = OPERATOR in self._target.recompute and self._parts.device.keeps_time
-            profile = with_recorded_times(measured.profile, timed, own_host_ms if of_host else None)
+            profile = with_recorded_times(measured.profile, timed, WHOLE_LAYER if of_host else None)
             self._measured[workload] = replace(measured, profile=profile)
         return self._measured[workload]

@@ -80,8 +80,8 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
         profile = dry_profile(model, step, gpu, part=part, host_gib=host_gib, autocast_cache=cache)
 
         def reserved_of(plan: Plan) -> float:
-            step = step_of(model, training)
-            return dry_planned_step(model, step, gpu, plan, part=part, autocast_cache=cache).reserved_gib
+            anew = step_of(model, training)
+            return dry_planned_step(model, anew, gpu, plan, part=part, autocast_cache=cache).reserved_gib
 
         without_swapping = [(name, calls, one.ms, one.reserved_gib) for name, calls, one in steps]
         found = of_dry_run(profile, budget_gib, without_swapping, reserved_of)

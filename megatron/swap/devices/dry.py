@@ -90,7 +90,7 @@ class DryDevice(Device):
 
     def run(self, ms: float, workspace_bytes: Sequence[int] = (), host_ms: float = 0.0) -> None:
         """Advance the clocks by an operator that takes the host ``host_ms``, and then the device ``ms`` and, while it
-        runs, blocks of ``workspace_bytes``. Operators that take no time are not launched.
+        runs, blocks of ``workspace_bytes``. One that takes no time, such as a view, starts nothing.
         """
         self._host_ms += host_ms
         if ms:

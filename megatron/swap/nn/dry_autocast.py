@@ -73,7 +73,7 @@ class DryAutocast:
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(KEY)):
                 if torch.is_grad_enabled() and (self._is_on or in_backward()):
                     leaves, structure = _pytree.tree_flatten((args, kwargs))
-                    cast = [self._cast(leaf, dtype) for leaf in reversed(leaves)]  # PyTorch's compiler begins there
+                    cast = [self._cast(leaf, dtype) for leaf in reversed(leaves)]  # as compiled C++ casts arguments
                     args, kwargs = _pytree.tree_unflatten(cast[::-1], structure)
                 return operator(*args, **kwargs)
 

@@ -120,7 +120,7 @@ def dry_profile(
             whole = PlanClass(format_ranges(repeatable), {}, (LAYER_SECTION,))
             policy.apply_plan(Plan(described, None, None, None, (whole,)))
             planned.apply_policy(None)
-            return with_recorded_times(profile, [recorded(timer)], own_host_ms=float)
+            return with_recorded_times(profile, [recorded(timer)], host_factor=1.0)
 
 
 def dry_planned_step(

@@ -21,7 +21,7 @@ from megatron.swap.planner.gpus import Gpu
 LEAST_MS = 0.005
 """Least time of an operator, that of launching it: assumed."""
 HOST_MS = 0.012
-"""The host's time for an operator of forward, a view too. Profiles on hosts of H200s have 1.0 to 1.3 ms for the 95 of a
+"""The host's time for an operator of forward, a view too. Profiles on hosts of H200s have 1.0 to 1.3 ms for the 90 of a
 Qwen3 layer (docs/results/any-model/profile-29.439.json: 1.11), and up to 2.1 on a busy host."""
 SINGLE_PRECISION = 15
 """How much longer products in single precision take than in 16 bits: the ratio of the data sheets of A100 and H100."""

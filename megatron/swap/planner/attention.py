@@ -32,11 +32,6 @@ def workspace(model: Model, query: float, key: float, log_sum_exp: float) -> flo
     is_grouped = model.num_query_groups < model.num_attention_heads
     if model.flash_attention:
         return 2 * query + 2 * log_sum_exp + (4 * key if is_grouped else 0)
-    return fused_workspace(query, log_sum_exp, is_grouped)
-
-
-def fused_workspace(query: float, log_sum_exp: float, is_grouped: bool) -> float:
-    """Return ``workspace`` for cuDNN. ``is_grouped``: there are fewer keys than queries."""
     return 2 * query + log_sum_exp + (2 * query if is_grouped else 0)
 
 

@@ -22,6 +22,8 @@ SWAPPED_SITE = 0.14
 """Enqueueing the copy of a site's storage, and releasing the storage."""
 WHOLE = 1.0
 """A checkpoint around the layer, in place of hooks."""
+WHOLE_LAYER = 1 + WHOLE + SWAPPED_SITE
+"""All of a layer that is recomputed whole and offloads its input."""
 
 
 def forward_host_ms(own_ms: float, actions: Mapping[str, Action], is_whole: bool) -> float:
@@ -37,10 +39,3 @@ def forward_host_ms(own_ms: float, actions: Mapping[str, Action], is_whole: bool
     num_recomputed = sum(action is Action.RECOMPUTE for action in actions.values())
     watch = WATCH if num_recomputed else 0.0
     return own_ms * (1 + HOOKS + watch + RECOMPUTED_SITE * num_recomputed + SWAPPED_SITE * num_swapped)
-
-
-def own_host_ms(whole_ms: float) -> float:
-    """Return the host's time for a layer's own forward, from that of a layer that is recomputed whole and offloads its
-    input.
-    """
-    return whole_ms / (1 + WHOLE + SWAPPED_SITE)

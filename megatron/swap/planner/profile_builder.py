@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import count
@@ -91,7 +91,7 @@ def trained_layers(recording: Recording) -> set[int]:
 
 
 def with_recorded_times(
-    profile: Profile, recordings: Sequence[Recording], own_host_ms: Callable[[float], float] | None = None
+    profile: Profile, recordings: Sequence[Recording], host_factor: float | None = None
 ) -> Profile:
     """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed as a whole.
 
@@ -100,7 +100,8 @@ def with_recorded_times(
     the ratio of the layer's new time to its old time.
 
     Args:
-        own_host_ms: returns a layer's own host time in forward, given that of one that is recomputed whole.
+        host_factor: the host's time in forward of layers that are recomputed whole, in multiples of their own;
+            ``None``: it does not count.
     """
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
@@ -109,7 +110,7 @@ def with_recorded_times(
     for entry in profile.layers:
         mine = [one for one in passes if one.pass_key.layer in entry.layers]
         recompute_ms = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
-        layers.append(_timed(entry, mine, recompute_ms, own_host_ms) if mine else entry)
+        layers.append(_timed(entry, mine, recompute_ms, host_factor) if mine else entry)
     steps = [one for timeline in timelines for one in timeline.steps]
     if not passes or not steps:
         return profile
@@ -120,8 +121,7 @@ def with_recorded_times(
 
 
 def _timed(
-    entry: LayerClass, passes: Sequence[LayerPass], recompute_ms: Sequence[float],
-    own_host_ms: Callable[[float], float] | None,
+    entry: LayerClass, passes: Sequence[LayerPass], recompute_ms: Sequence[float], host_factor: float | None
 ) -> LayerClass:
     forward_ms = median(one.forward_ms or 0.0 for one in passes)
     backward_ms = median(one.backward_ms or 0.0 for one in passes)
@@ -133,7 +133,7 @@ def _timed(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         # The least: with a full queue of kernels the host waits for the device.
-        host_ms=own_host_ms(min(one.host_ms for one in passes)) if own_host_ms and recompute_ms else 0.0,
+        host_ms=min(one.host_ms for one in passes) / host_factor if host_factor and recompute_ms else 0.0,
         sites=tuple(
             replace(
                 site,

@@ -13,7 +13,7 @@ import pytest
 from megatron.swap.common.plan import Plan, load_plan
 from megatron.swap.common.types import Action
 from megatron.swap.planner import host_time
-from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, WHOLE, own_host_ms
+from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, WHOLE, WHOLE_LAYER
 from megatron.swap.planner.profile import LayerClass, Profile, Section, load_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import _spread, empty_plan, smallest_budget, solve
@@ -113,7 +113,7 @@ def test_the_work_of_the_host_is_spread_over_layers(room: float) -> None:
     the search ended 2.1 and 2.6 % above its bound here.
     """
     of = load_profile(str(RESULTS / "any-model" / "profile-33.739.json"))
-    layers = tuple(replace(entry, host_ms=own_host_ms(70.4 / 16)) for entry in of.layers)
+    layers = tuple(replace(entry, host_ms=70.4 / 16 / WHOLE_LAYER) for entry in of.layers)
     of = replace(of, hook_ms=0.0, layers=layers)
     least_gib, kept_gib = smallest_budget(of), simulate(of, empty_plan(of)).peak_gib
     for hook_ms in (0.0, 0.6):  # which no plan avoids, in forward and in backward
@@ -172,4 +172,4 @@ def test_an_h200_waited_for_its_host(budget: str, monkeypatch: pytest.MonkeyPatc
         return simulate(waiting, ran).step_ms - of.non_layer.optimizer_ms  # gradients are set to zero outside the row
 
     assert step_ms(0.0) < 0.97 * measured_ms
-    assert step_ms(own_host_ms(70.4 / 16)) == pytest.approx(measured_ms, rel=0.01)
+    assert step_ms(70.4 / 16 / WHOLE_LAYER) == pytest.approx(measured_ms, rel=0.01)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, MIB, SwapError
-from megatron.swap.planner.host_time import SWAPPED_SITE, WHOLE, own_host_ms
+from megatron.swap.planner.host_time import WHOLE_LAYER
 from megatron.swap.planner.profile import Device, LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
 from megatron.swap.planner.profile_builder import _without_cycles, build_profile, with_recorded_times
 from megatron.swap.planner.recording import EVALUATION, NonLayerStorage, PassKey, Recording, SavedStorage, What
@@ -406,19 +406,19 @@ class TestTimesOfOtherSteps:
         recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
         timed = [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5, host_ms=1.1)]
         assert with_recorded_times(recorded, timed).layers[0].host_ms == 0
-        (entry,) = with_recorded_times(recorded, timed, own_host_ms).layers
-        assert entry.host_ms == pytest.approx(1.1 / (1 + WHOLE + SWAPPED_SITE))
+        (entry,) = with_recorded_times(recorded, timed, WHOLE_LAYER).layers
+        assert entry.host_ms == pytest.approx(1.1 / WHOLE_LAYER)
 
     def test_the_host_waits_when_its_queue_is_full(self) -> None:
         recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
         timed = [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5, host_ms=ms) for ms in (1.1, 2.0, 2.0)]
-        (entry,) = with_recorded_times(recorded, timed, own_host_ms).layers
-        assert entry.host_ms == pytest.approx(1.1 / (1 + WHOLE + SWAPPED_SITE))
+        (entry,) = with_recorded_times(recorded, timed, WHOLE_LAYER).layers
+        assert entry.host_ms == pytest.approx(1.1 / WHOLE_LAYER)
 
     def test_the_host_of_other_layers_is_not_known(self) -> None:
         """They have hooks, which take it longer."""
         recording = steps(Script(), [[Layer(0), Layer(1)]])
-        (entry,) = with_recorded_times(built(recording, whole_layers=True), [recording], own_host_ms).layers
+        (entry,) = with_recorded_times(built(recording, whole_layers=True), [recording], WHOLE_LAYER).layers
         assert entry.host_ms == 0
 
     def test_such_a_step_is_predicted(self) -> None:
