@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -292,20 +293,19 @@ class Program:
         if minimize_memory:
             cost[self._peak] = 1
         cost = cost + UNIT * (self._tie_break + (1e-6 if minimize_memory else 1.0) * time)
-        with without_solver_lines():
-            done = milp(
-                cost, integrality=self._integral, bounds=Bounds(0, self._upper),
-                constraints=LinearConstraint(np.array(rows), -np.inf, np.array(limits)),
-                options={"mip_rel_gap": gap, "node_limit": MAX_NODES},
-            )  # fmt: skip
-        if done.x is None:
+        found = _optimum(
+            cost.tobytes(), self._integral.tobytes(), self._upper.tobytes(), np.array(rows).tobytes(),
+            np.array(limits).tobytes(), gap,
+        )  # fmt: skip
+        if found is None:
             return None
+        x, dual_bound = found
         base = factor * micro_batch_ms(profile) + profile.non_layer.optimizer_ms
         slack = float(self._tie_break[: self._num_columns] @ self._upper[: self._num_columns])
-        bound = -np.inf if minimize_memory else base + done.mip_dual_bound / UNIT - slack
+        bound = -np.inf if minimize_memory else base + dual_bound / UNIT - slack
         return Answer(
-            self._counts(done.x), float(done.x[self._out]), float(done.x[self._in]),
-            float(host_row @ done.x + done.x[self._host]) - host_room_ms, base + float(time @ done.x),
+            self._counts(x), float(x[self._out]), float(x[self._in]),
+            float(host_row @ x + x[self._host]) - host_room_ms, base + float(time @ x),
             max(base, float(bound)),
         )  # fmt: skip
 
@@ -389,6 +389,27 @@ class Program:
                 where = {"section": counts.sections, "recompute": counts.recomputed, "swap": counts.swapped}[kind]
                 where[name] = round(values[i])
         return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _optimum(
+    cost: bytes, integral: bytes, upper: bytes, rows: bytes, limits: bytes, gap: float
+) -> tuple[np.ndarray, float] | None:
+    """Return the solver's optimum and its lower bound of the cost; ``None``: nothing fits.
+
+    Searches ask for the same again: over fractions of state, and when a run plans anew. The arrays come as their bytes.
+    """
+    costs, most = np.frombuffer(cost), np.frombuffer(limits)
+    with without_solver_lines():
+        done = milp(
+            costs, integrality=np.frombuffer(integral, int), bounds=Bounds(0, np.frombuffer(upper)),
+            constraints=LinearConstraint(np.frombuffer(rows).reshape(len(most), len(costs)), -np.inf, most),
+            options={"mip_rel_gap": gap, "node_limit": MAX_NODES},
+        )  # fmt: skip
+    if done.x is None:
+        return None
+    done.x.flags.writeable = False
+    return done.x, done.mip_dual_bound
 
 
 def _live_moments(profile: Profile) -> list[tuple[tuple[int, ...], float]]:
