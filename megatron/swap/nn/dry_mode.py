@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ class _PricedOperators(TorchDispatchMode):
         self._known = WeakTensorKeyDictionary()
         self._has_workspace = {False: False, True: False}  # of cuBLAS, in backward or not
         self._held_alone = _holders_of_a_sum()
+        self._outcomes: dict[tuple[Any, ...], _Outcome | None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +70,7 @@ class _PricedOperators(TorchDispatchMode):
         inputs = list(tensors_in([args, kwargs]))
         if func is aten._local_scalar_dense.default and inputs[0].device == META:
             return self._value_of(inputs[0])
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs)
         seen = [tensor for tensor in (*inputs, *tensors_in(result)) if tensor.device == META]
         if seen:
             self._learn(func, args, kwargs, inputs, result)
@@ -81,6 +84,23 @@ class _PricedOperators(TorchDispatchMode):
             host_ms = 0.0 if in_backward() or func is aten.detach.default else HOST_MS
             self._device.run(cost.ms, cost.workspace_bytes, host_ms)
         return result
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``func(*args, **kwargs)`` returns. PyTorch finds its form in Python, which takes long, so that
+        it is remembered: layers repeat, and steps.
+        """
+        if not _makes_new_tensors(func):
+            return func(*args, **kwargs)
+        call = func, _described(args), _described(kwargs)
+        if call not in self._outcomes:
+            result = func(*args, **kwargs)
+            self._outcomes[call] = _outcome_of(result, list(tensors_in([args, kwargs])))
+            return result
+        outcome = self._outcomes[call]
+        if outcome is None:
+            return func(*args, **kwargs)
+        made = [torch.empty_strided(*form, dtype=dtype, device=META) for *form, dtype in outcome.forms]
+        return made[0] if outcome.is_single else tuple(made)
 
     def _learn(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor], result: Any
@@ -112,6 +132,48 @@ class _PricedOperators(TorchDispatchMode):
                 "measures its steps."
             )
         return self._known[tensor].item()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a call of an operator makes: the size, strides and type of each tensor."""
+
+    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    is_single: bool
+
+
+@cache
+def _makes_new_tensors(func: Any) -> bool:
+    """Whether ``func`` returns tensors alone, none of which is a view of its arguments, and changes nothing."""
+    schema = func._schema
+    is_pure = not any(each.alias_info for each in (*schema.arguments, *schema.returns))
+    return is_pure and bool(schema.returns) and all(str(each.type) == "Tensor" for each in schema.returns)
+
+
+def _described(value: Any) -> Any:
+    """Return what the form of a result depends on, of an argument: hashable."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(each)) for name, each in value.items())
+    return type(value), value  # 1 and 1.0 are equal, and their results are not
+
+
+def _outcome_of(result: Any, inputs: list[torch.Tensor]) -> _Outcome | None:
+    """Return the outcome that is ``result``; ``None``: not each is a meta tensor that fills a storage of its own.
+
+    ``aten._unsafe_view`` returns one that does not.
+    """
+    made, is_single = list(tensors_in(result)), isinstance(result, torch.Tensor)
+    storages, given = ({each.untyped_storage()._cdata for each in tensors} for tensors in (made, inputs))
+    is_own = len(storages) == len(made) and not storages & given
+    is_filled = all(touched_bytes(tensor) == tensor.untyped_storage().nbytes() for tensor in made)
+    is_on_meta = all(tensor.device == META for tensor in (*made, *inputs))
+    if not (is_own and is_filled and is_on_meta and (is_single or len(made) == len(result))):
+        return None
+    return _Outcome(tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in made), is_single)
 
 
 def _is_alike(tensor: Any, other: Any) -> bool:
