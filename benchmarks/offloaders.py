@@ -50,8 +50,10 @@ class Offloader:
 
 def _trl(model: Any) -> AbstractContextManager[Any]:
     _find("trl")
+    from accelerate import PartialState  # type: ignore[import-untyped]
     from trl.models.activation_offloading import OffloadActivations  # type: ignore[import-not-found]
 
+    PartialState()  # TRL says through accelerate's log that host memory runs out, and that log needs it
     context = OffloadActivations()
     context.update_model_params(model)  # weights that autograd saves as views stay on the GPU
     return context  # type: ignore[no-any-return]

@@ -136,7 +136,7 @@ class _PricedOperators(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a call of an operator makes: the size, strides and type of each tensor."""
+    """Forms of the tensors that a call of an operator makes: size, strides and type of each."""
 
     forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     is_single: bool

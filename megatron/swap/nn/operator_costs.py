@@ -6,6 +6,7 @@ are enough, so the tensors may be on the meta device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
@@ -23,6 +24,11 @@ LEAST_MS = 0.005
 HOST_MS = 0.012
 """The host's time for an operator of forward, a view too. Profiles on hosts of H200s have 1.0 to 1.3 ms for the 90 of a
 Qwen3 layer (docs/results/any-model/profile-29.439.json: 1.11), and up to 2.1 on a busy host."""
+LINEAR_SPEED, MEMORY_SPEED, OPTIMIZER_SPEED = 1.11, 0.88, 1.53
+"""Speeds of kernels over ``Gpu.tflops``, ``memory_gb_s`` and ``optimizer_gb_s``, which are those of Megatron's layers
+and of its optimizer, with all that runs between kernels. Four traced steps on one H200, of 4k, 8k and 16k tokens:
+products 1.11 to 1.19 (757 to 810 TFLOP/s), others 0.84 to 0.90, since many are strided, and fused AdamW with clipping
+1.69 (docs/results/h200-trainer.json)."""
 SINGLE_PRECISION = 15
 """How much longer products in single precision take than in 16 bits: the ratio of the data sheets of A100 and H100."""
 
@@ -82,9 +88,9 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     written = outputs or list(tensors_in(_written(func, args)))  # operators on lists return nothing
     num_bytes = sum(map(touched_bytes, read)) + sum(map(touched_bytes, written))
     is_of_optimizer = func._schema.name.startswith(("aten::_foreach", "aten::_fused_adam"))
-    speed = gpu.optimizer_gb_s if is_of_optimizer else gpu.memory_gb_s
+    speed = OPTIMIZER_SPEED * gpu.optimizer_gb_s if is_of_optimizer else MEMORY_SPEED * gpu.memory_gb_s
     slower = SINGLE_PRECISION if any(tensor.dtype is torch.float32 for tensor in inputs) else 1
-    product_ms = _flops(func, args, kwargs, result) * slower / (gpu.tflops * 1e9)
+    product_ms = _flops(func, args, kwargs, result) * slower / (LINEAR_SPEED * gpu.tflops * 1e9)
     workspace: tuple[int, ...] = ()
     if packet is aten.embedding_dense_backward and args[1].numel() > MOST_UNSORTED:
         workspace = (4 * (args[1].numel() + args[1].numel() // MOST_ADDED) * args[0].shape[-1],)
@@ -114,13 +120,22 @@ def _attention(packet: Any, args: tuple[Any, ...], gpu: Gpu) -> Cost:
     position = (BACKWARD_ATTENTION if is_backward else FORWARD_ATTENTION)[packet]
     is_causal = len(args) > position and bool(args[position])
     flops = 2 * prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3]) / (2 if is_causal else 1)
+    speeds = (1.0, 1.0) if prefers_cudnn() else gpu.own_flash_speeds
     if not is_backward:
-        return Cost(max(flops / (gpu.attention_tflops * 1e9), LEAST_MS))
+        return Cost(max(flops / (speeds[0] * gpu.attention_tflops * 1e9), LEAST_MS))
     # Sums of the query's gradient in single precision; for fewer keys than queries their gradients, by query.
     workspace = [4 * prod(query.shape[:3]), 4 * query.numel()]
     if key.shape[1] < query.shape[1]:
         workspace += [query.nbytes, query.nbytes]
-    return Cost(max(BACKWARD_FLOPS * flops / (gpu.attention_tflops * 1e9), LEAST_MS), tuple(workspace))
+    return Cost(max(BACKWARD_FLOPS * flops / (speeds[1] * gpu.attention_tflops * 1e9), LEAST_MS), tuple(workspace))
+
+
+def prefers_cudnn() -> bool:
+    """Whether PyTorch 2.11 takes cuDNN's attention on Hopper, not its own (``transformers/cuda/sdp_utils.cpp``): with
+    cuDNN from 9.15.1 on, unless the environment says otherwise. A build without CUDA stands for one with such a cuDNN.
+    """
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1" and (version is None or version > 91500)
 
 
 def _sum_workspace(tensor: torch.Tensor, dims: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ class Gpu:
         fp8_recipes: recipes that TransformerEngine supports on it and that ``planner/fp8.py`` covers.
         num_fp8_layouts: copies of an FP8 weight: 2 where a product needs its transpose, too.
         flash_speeds: speed of flash-attn relative to cuDNN's attention, in forward and in backward.
+        own_flash_speeds: the same of PyTorch's own flash attention, flash-attn 2.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Gpu:
     fp8_recipes: tuple[str, ...] = ()
     num_fp8_layouts: int = 2
     flash_speeds: tuple[float, float] = (1.0, 1.0)
+    own_flash_speeds: tuple[float, float] = (1.0, 1.0)
 
     def for_width(self, hidden_size: int) -> Gpu:
         """Return this GPU with the speed of linear layers that it has at this hidden size.
@@ -95,6 +97,9 @@ it is not covered there."""
 FLASH_4 = (1.09, 1.145)
 """``flash_speeds`` of flash-attn 4 on Hopper. One H200, TransformerEngine 2.20.2, 128k tokens, 32 heads of 128, 8
 groups; 1.02 and 1.135 at 32k (docs/results/h200-attention.json)."""
+FLASH_2 = (0.53, 0.57)
+"""``own_flash_speeds`` on Hopper. One H200, 8k and 16k tokens: 306 to 321 TFLOP/s in forward and 285 to 292 in
+backward, half of the products counted; 267 and 262 at 4k (docs/results/h200-trainer.json)."""
 
 
 def _sheet(
@@ -108,7 +113,7 @@ def _sheet(
         f"data sheet: {TFLOPS:g} of its dense bf16 TFLOP/s, {BANDWIDTH:g} of its memory's speed, {LINK:g} of its "
         "link's; not measured",
         peak_tflops, cuda_name, is_link_shared, FP8_SPEED * TFLOPS * peak_tflops if fp8 else 0.0, fp8, num_fp8_layouts,
-        FLASH_4 if fp8 == HOPPER else (1.0, 1.0),
+        *((FLASH_4, FLASH_2) if fp8 == HOPPER else ()),
     )  # fmt: skip
 
 
@@ -121,7 +126,8 @@ for the two GPUs: 128 GB/s each way."""
 
 GPUS = {
     "h200": Gpu("NVIDIA H200", 681, 588, 3400, 2300, 139.8, 55.3, 49, "measured on one H200 (docs/results)", 989,
-                "NVIDIA H200", fp8_tflops=1250, fp8_recipes=HOPPER, flash_speeds=FLASH_4),
+                "NVIDIA H200", fp8_tflops=1250, fp8_recipes=HOPPER, flash_speeds=FLASH_4,
+                own_flash_speeds=FLASH_2),
     "h100": _sheet("NVIDIA H100 SXM", 989, 3350, 79.1, PCIE5, "NVIDIA H100 80GB HBM3", fp8=HOPPER),
     "h100-pcie": _sheet("NVIDIA H100 PCIe", 756, 2000, 79.1, PCIE5, "NVIDIA H100 PCIe", fp8=HOPPER),
     "h100-nvl": _sheet("NVIDIA H100 NVL", 835, 3900, 93.1, PCIE5, "NVIDIA H100 NVL", fp8=HOPPER),

@@ -238,8 +238,9 @@ def test_plans_are_tried_as_a_run_tries_them(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
-    path = ROOT / "docs" / "results" / "h200-any-model.json"
-    return [row for row in json.loads(path.read_text())["rows"] if "ms" in row]
+    calls = json.loads((ROOT / "docs" / "results" / "h200-any-model-calls.json").read_text())["calls"]
+    rows = next(call["rows"] for call in calls if call["commit"] == "aa92607")
+    return [row for row in rows if row["method"] != "26.900"]  # takes as long to plan as all others
 
 
 def qwen3_8b(num_hidden_layers: int) -> Any:
@@ -272,8 +273,8 @@ def test_an_h200_measured_what_is_predicted(
     measured: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 layers of Qwen3-8B's shape, 8k tokens: peaks within 3 %, times within 8 %. The planner's page has the rows."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     training = Training(8192, 1, "bf16", "none", 4096)
     model = with_product_of_positions(dry_model(qwen3_8b(num_hidden_layers=16), tmp_path, training))
     nothing = dry_step(model, step_of(model, training), H200)
@@ -300,8 +301,9 @@ def test_an_h200_measured_what_is_predicted(
 
 @pytest.mark.slow
 def test_an_h200_measured_what_is_predicted_for_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """36 layers of Qwen3-8B's shape with gradient checkpointing. At 16k tokens it died."""
+    """36 layers of Qwen3-8B's shape with gradient checkpointing. At 16k tokens it died. PyTorch's own attention ran."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     found = json.loads((ROOT / "docs" / "results" / "h200-trainer.json").read_text())["rows"]
     page = (ROOT / "docs" / "dev" / "planner.md").read_text()
     config = qwen3_8b(num_hidden_layers=36)

@@ -8,10 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.swap.nn.operator_costs import LEAST_MS, SINGLE_PRECISION, Cost, cost_of
+from megatron.swap.nn.operator_costs import (
+    LEAST_MS,
+    LINEAR_SPEED,
+    MEMORY_SPEED,
+    OPTIMIZER_SPEED,
+    SINGLE_PRECISION,
+    Cost,
+    cost_of,
+    prefers_cudnn,
+)
 from megatron.swap.planner.gpus import GPUS
 
-GPU = replace(GPUS["h200"], tflops=100.0, attention_tflops=50.0, memory_gb_s=1000.0, optimizer_gb_s=500.0)
+GPU = replace(
+    GPUS["h200"], tflops=100.0 / LINEAR_SPEED, attention_tflops=50.0, memory_gb_s=1000.0 / MEMORY_SPEED,
+    optimizer_gb_s=500.0 / OPTIMIZER_SPEED,
+)  # fmt: skip
 aten = torch.ops.aten
 N = 4096
 
@@ -54,6 +66,24 @@ SQUARE_MS = 2 * N * N / 1e9
 def test_time(operator: Any, args: tuple[Any, ...], ms: float) -> None:
     assert cost(operator, *args).ms == pytest.approx(ms)
     assert cost(operator, *args).workspace_bytes == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "variable", "is_preferred"),
+    [(91900, None, True), (91900, "0", True), (91900, "1", False), (91500, None, False), (None, None, True)],
+)
+def test_which_attention_pytorch_takes(
+    version: int | None, variable: str | None, is_preferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", variable)
+    assert prefers_cudnn() is is_preferred
+    query = tensor(1, 8, N, 128)
+    forward_ms = cost(aten._scaled_dot_product_flash_attention.default, query, query, query).ms
+    speed = 1.0 if is_preferred else GPU.own_flash_speeds[0]
+    assert forward_ms == pytest.approx(4 * 8 * N * N * 128 / (speed * 50e9))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
