@@ -91,7 +91,7 @@ class _PricedOperators(TorchDispatchMode):
         """
         if not _makes_new_tensors(func):
             return func(*args, **kwargs)
-        call = func, _described(args), _described(kwargs)
+        call = func, _described(args), _described(kwargs), torch.get_default_dtype()
         if call not in self._outcomes:
             result = func(*args, **kwargs)
             self._outcomes[call] = _outcome_of(result, list(tensors_in([args, kwargs])))
@@ -144,7 +144,7 @@ class _Outcome:
 
 @cache
 def _makes_new_tensors(func: Any) -> bool:
-    """Whether ``func`` returns tensors alone, none of which is a view of its arguments, and changes nothing."""
+    """Whether ``func``, by its schema, returns tensors alone, none a view of its arguments, and changes nothing."""
     schema = func._schema
     is_pure = not any(each.alias_info for each in (*schema.arguments, *schema.returns))
     return is_pure and bool(schema.returns) and all(str(each.type) == "Tensor" for each in schema.returns)
@@ -153,7 +153,7 @@ def _makes_new_tensors(func: Any) -> bool:
 def _described(value: Any) -> Any:
     """Return what the form of a result depends on, of an argument: hashable."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.stride(), value.device
+        return type(value), value.dtype, value.shape, value.stride(), value.device
     if isinstance(value, (tuple, list)):
         return tuple(map(_described, value))
     if isinstance(value, dict):
@@ -162,16 +162,17 @@ def _described(value: Any) -> Any:
 
 
 def _outcome_of(result: Any, inputs: list[torch.Tensor]) -> _Outcome | None:
-    """Return the outcome that is ``result``; ``None``: not each is a meta tensor that fills a storage of its own.
+    """Return the outcome that is ``result``; ``None``: not each is a plain meta tensor that fills a storage of its own.
 
-    ``aten._unsafe_view`` returns one that does not.
+    ``aten._unsafe_view`` returns one that does not, whatever its schema says.
     """
     made, is_single = list(tensors_in(result)), isinstance(result, torch.Tensor)
     storages, given = ({each.untyped_storage()._cdata for each in tensors} for tensors in (made, inputs))
     is_own = len(storages) == len(made) and not storages & given
     is_filled = all(touched_bytes(tensor) == tensor.untyped_storage().nbytes() for tensor in made)
     is_on_meta = all(tensor.device == META for tensor in (*made, *inputs))
-    if not (is_own and is_filled and is_on_meta and (is_single or len(made) == len(result))):
+    is_plain = all(type(tensor) is torch.Tensor for tensor in made) and (is_single or len(made) == len(result))
+    if not (is_own and is_filled and is_on_meta and is_plain):
         return None
     return _Outcome(tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in made), is_single)
 

@@ -24,7 +24,7 @@ LEAST_MS = 0.005
 HOST_MS = 0.012
 """The host's time for an operator of forward, a view too. Profiles on hosts of H200s have 1.0 to 1.3 ms for the 90 of a
 Qwen3 layer (docs/results/any-model/profile-29.439.json: 1.11), and up to 2.1 on a busy host."""
-LINEAR_SPEED, MEMORY_SPEED, OPTIMIZER_SPEED = 1.11, 0.88, 1.53
+LINEAR_SPEED, MEMORY_SPEED, OPTIMIZER_SPEED = 1.11, 0.88, 1.69
 """Speeds of kernels over ``Gpu.tflops``, ``memory_gb_s`` and ``optimizer_gb_s``, which are those of Megatron's layers
 and of its optimizer, with all that runs between kernels. Four traced steps on one H200, of 4k, 8k and 16k tokens:
 products 1.11 to 1.19 (757 to 810 TFLOP/s), others 0.84 to 0.90, since many are strided, and fused AdamW with clipping
@@ -114,13 +114,17 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _attention(packet: Any, args: tuple[Any, ...], gpu: Gpu) -> Cost:
-    """Return the cost of fused attention over [batch, heads, tokens, width]. A causal mask halves its products."""
+    """Return the cost of fused attention over [batch, heads, tokens, width]. A causal mask halves its products.
+
+    The memory-efficient kernel is taken for as fast as PyTorch's flash attention. cuDNN's is for 16 bits.
+    """
     is_backward = packet in BACKWARD_ATTENTION
     query, key, value = args[1:4] if is_backward else args[:3]
     position = (BACKWARD_ATTENTION if is_backward else FORWARD_ATTENTION)[packet]
     is_causal = len(args) > position and bool(args[position])
     flops = 2 * prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3]) / (2 if is_causal else 1)
-    speeds = (1.0, 1.0) if prefers_cudnn() else gpu.own_flash_speeds
+    takes_cudnn = query.itemsize == 2 and prefers_cudnn()
+    speeds = (1.0, 1.0) if takes_cudnn else gpu.own_flash_speeds
     if not is_backward:
         return Cost(max(flops / (speeds[0] * gpu.attention_tflops * 1e9), LEAST_MS))
     # Sums of the query's gradient in single precision; for fewer keys than queries their gradients, by query.
@@ -134,8 +138,10 @@ def prefers_cudnn() -> bool:
     """Whether PyTorch 2.11 takes cuDNN's attention on Hopper, not its own (``transformers/cuda/sdp_utils.cpp``): with
     cuDNN from 9.15.1 on, unless the environment says otherwise. A build without CUDA stands for one with such a cuDNN.
     """
-    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1" and (version is None or version > 91500)
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
+    cudnn = getattr(torch._C, "_cudnn", None)  # torch.backends.cudnn.version() raises for an older one than built with
+    return cudnn is None or cudnn.getVersionInt() > 91500
 
 
 def _sum_workspace(tensor: torch.Tensor, dims: Sequence[int] | None = None) -> tuple[int, ...]:

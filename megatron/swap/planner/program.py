@@ -294,8 +294,8 @@ class Program:
             cost[self._peak] = 1
         cost = cost + UNIT * (self._tie_break + (1e-6 if minimize_memory else 1.0) * time)
         found = _optimum(
-            cost.tobytes(), self._integral.tobytes(), self._upper.tobytes(), np.array(rows).tobytes(),
-            np.array(limits).tobytes(), gap,
+            cost.tobytes(), self._integral.tobytes(), self._upper.tobytes(), np.array(rows, float).tobytes(),
+            np.array(limits, float).tobytes(), gap,
         )  # fmt: skip
         if found is None:
             return None
@@ -391,7 +391,7 @@ class Program:
         return tuple(found)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # of up to 0.5 MiB each
 def _optimum(
     cost: bytes, integral: bytes, upper: bytes, rows: bytes, limits: bytes, gap: float
 ) -> tuple[np.ndarray, float] | None:

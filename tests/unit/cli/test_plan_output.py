@@ -223,7 +223,7 @@ def test_unknown_gpus_are_refused(name: str, message: str) -> None:
 def test_a_gpu_can_be_described() -> None:
     """An H100's three figures give the H100's speeds in bf16."""
     known, described = find_gpu("H100"), find_gpu("custom:79.1,989,63")
-    known = replace(known, fp8_tflops=0.0, fp8_recipes=(), flash_speeds=(1.0, 1.0))
+    known = replace(known, fp8_tflops=0.0, fp8_recipes=(), flash_speeds=(1.0, 1.0), own_flash_speeds=(1.0, 1.0))
     assert replace(described, name="", source="", cuda_name="", memory_gb_s=0, optimizer_gb_s=0) == replace(
         known, name="", source="", cuda_name="", memory_gb_s=0, optimizer_gb_s=0
     )

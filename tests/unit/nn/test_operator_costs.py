@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,7 +76,8 @@ def test_time(operator: Any, args: tuple[Any, ...], ms: float) -> None:
 def test_which_attention_pytorch_takes(
     version: int | None, variable: str | None, is_preferred: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    cudnn = None if version is None else SimpleNamespace(getVersionInt=lambda: version)
+    monkeypatch.setattr(torch._C, "_cudnn", cudnn, raising=False)
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
     if variable is not None:
         monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", variable)
@@ -84,6 +86,9 @@ def test_which_attention_pytorch_takes(
     forward_ms = cost(aten._scaled_dot_product_flash_attention.default, query, query, query).ms
     speed = 1.0 if is_preferred else GPU.own_flash_speeds[0]
     assert forward_ms == pytest.approx(4 * 8 * N * N * 128 / (speed * 50e9))
+    query = query.float()  # cuDNN's takes none in single precision
+    efficient = cost(aten._scaled_dot_product_efficient_attention.default, query, query, query, None, True)
+    assert efficient.ms == pytest.approx(4 * 8 * N * N * 128 / (GPU.own_flash_speeds[0] * 50e9))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.swap.common.plan import LAYER_SECTION, Infeasible
 from megatron.swap.common.types import Action
+from megatron.swap.planner import program
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import LayerClass, NonLayer, OffloadedState, Profile, Section
 from megatron.swap.planner.program import Program, Windows, bound_windows
@@ -78,6 +79,23 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     assert solution.lower_bound_ms - 1e-6 <= solution.prediction.step_ms <= 1.06 * min(fitting)
     assert solution.prediction.peak_gib <= budget
     assert solution.prediction.host_gib <= host + 1e-6
+
+
+def test_the_solver_is_asked_once_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    milp = program.milp
+    monkeypatch.setattr(program, "milp", lambda *args, **more: (asked.append(more), milp(*args, **more))[1])
+    program._optimum.cache_clear()
+    of = random_profile(3)
+    budget = simulate(of, empty_plan(of)).peak_gib * 0.8
+    answers = [Program(of).solve(budget, of.host_gib, bound_windows(of)) for _ in range(2)]
+    assert answers[0] is not None
+    assert answers[0] == answers[1]
+    assert len(asked) == 1
+    assert Program(of).solve(budget, of.host_gib, bound_windows(of), gap=0.1) is not None
+    assert Program(of).solve(2 * budget, of.host_gib, bound_windows(of)) is not None
+    assert Program(of).solve(None, None, Windows(None, None)) is not None  # its limits are whole numbers
+    assert len(asked) == 4
 
 
 def test_an_empty_window_costs_nothing_if_nothing_is_swapped() -> None:
