@@ -28,7 +28,7 @@ LINEAR_SPEED, MEMORY_SPEED, OPTIMIZER_SPEED = 1.11, 0.88, 1.69
 """Speeds of kernels over ``Gpu.tflops``, ``memory_gb_s`` and ``optimizer_gb_s``, which are those of Megatron's layers
 and of its optimizer, with all that runs between kernels. Four traced steps on one H200, of 4k, 8k and 16k tokens:
 products 1.11 to 1.19 (757 to 810 TFLOP/s), others 0.84 to 0.90, since many are strided, and fused AdamW with clipping
-1.69 (docs/results/h200-trainer.json)."""
+1.69 (docs/results: h200-trainer.json, and `kernels` in h200-any-model-calls.json)."""
 SINGLE_PRECISION = 15
 """How much longer products in single precision take than in 16 bits: the ratio of the data sheets of A100 and H100."""
 
