@@ -29,9 +29,18 @@ def flags(saved: Path, swap: str) -> list[str]:
 
 
 def saved_step(saved: Path) -> int:
-    """Return the step of the last checkpoint; 0: there is none."""
+    """Return the step of the last checkpoint; 0: there is none.
+
+    Megatron-LM empties the file that names it before it writes the next number. If a kill came between, the newest
+    checkpoint is whole, and its number is written here, as a user would.
+    """
     tracker = saved / "latest_checkpointed_iteration.txt"
-    return int(tracker.read_text()) if tracker.exists() else 0
+    if not tracker.exists():
+        return 0
+    if not tracker.read_text():
+        newest = max(path.name for path in saved.iterdir() if path.is_dir())
+        tracker.write_text(f"{int(newest.removeprefix('iter_'))}")
+    return int(tracker.read_text())
 
 
 def kill_one(folder: Path, owner: int, moment_s: float, expected: list[str]) -> dict[str, Any] | None:

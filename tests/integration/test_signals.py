@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak.kills import saved_step
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, recorded
 
 SIGNALLED = Path(__file__).with_name("signalled_script.py")
@@ -68,8 +69,7 @@ def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path,
     killed = trainer.run(f"{flags} --save-interval 1 SIGKILL random:{seed}", check=False, program=SIGNALLED)
     assert killed.returncode == -signal.SIGKILL, killed.tail
     assert_nothing_left(killed, tmp_path / "disk")
-    tracker = killed.directory / "checkpoint" / "latest_checkpointed_iteration.txt"
-    saved = int(tracker.read_text()) if tracker.exists() else 0
+    saved = saved_step(killed.directory / "checkpoint")
     plain = trainer.unswapped(MORE_STEPS)
     load = f"--load {killed.directory}/checkpoint" if saved else ""
     went_on = trainer.run(f"{flags} {load}")

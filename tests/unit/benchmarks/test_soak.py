@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.soak import command, lengths
+from benchmarks.soak.kills import saved_step
 from benchmarks.soak.meters import MIB, Metrics, changes, curve
 from benchmarks.soak.meters import grown as judged
 from megatron.swap.common.leftovers import own_folder
@@ -161,3 +162,15 @@ def test_a_case_that_differs_or_grows_ends_with_an_error(
         shown.append({**row, **change})
         assert command.main(["--case", "generators"]) == code
     assert "GROWS: ['num_files 3 -> 9']" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "step"), [(None, 0), ("9", 9), ("", 10)])
+def test_a_kill_while_megatron_names_the_last_checkpoint(tmp_path: Path, text: str | None, step: int) -> None:
+    """CI met it once, between the emptying of the file and the writing."""
+    (tmp_path / "iter_0000009").mkdir()
+    (tmp_path / "iter_0000010").mkdir()  # half written, unless the file is empty
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    if text is not None:
+        tracker.write_text(text)
+    assert saved_step(tmp_path) == step
+    assert not step or tracker.read_text() == f"{step}"
