@@ -128,12 +128,14 @@ swap_install() { # kind (run|dev)
     swap_say "installed in $SECONDS s"
 }
 
-# Check the user's environment: report what is missing, install nothing.
+# Check the user's environment: report what is missing, install nothing. That takes seconds, so scripts that this one starts do not.
 swap_check_existing() { # kind
     SWAP_PYTHON="$(type -P "$MEGATRON_SWAP_PYTHON")" || swap_die "MEGATRON_SWAP_PYTHON=$MEGATRON_SWAP_PYTHON: no such program"
     # megatron.swap is found beside an installed megatron-core, because neither has a megatron/__init__.py.
     export PYTHONPATH="$SWAP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    [ "${SWAP_CHECKED:-}" != "$1 $SWAP_PYTHON" ] || return 0
     "$SWAP_PYTHON" "$SWAP_ROOT/tools/check_environment.py" "$1" >/dev/null || exit 1
+    export SWAP_CHECKED="$1 $SWAP_PYTHON"
 }
 
 swap_setup_env() { # kind (run|dev)

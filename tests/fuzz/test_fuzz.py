@@ -22,7 +22,7 @@ TIMEOUT_S = 100.0
     [
         ("megatron", 1, sized(16, 12), {"reloaded activations": 0.5, "recomputed activations": 0.2,
                                          "had optimizer state in host memory": 0.1}),
-        ("megatron", 2, sized(4, 4), {"reloaded activations": 0.3}),
+        ("megatron", 2, 4, {"reloaded activations": 0.3}),
         ("modules", 1, sized(80, 60), {"reloaded activations": 0.8, "copied and kept": 0.3, "reloaded late": 0.1}),
     ],
 )  # fmt: skip

@@ -38,6 +38,8 @@ TINY = shlex.split(
 )
 # The host limit makes these tests independent of the memory that other programs take.
 SWAP_SMALL = "--swap-min-mib 0.001 --swap-cpu-delay-ms 0.2 --swap-host-gib 0.5 --swap-host-unchecked"
+CHECKED = {"MEGATRON_SWAP_PYTHON": sys.executable, "SWAP_CHECKED": f"run {sys.executable}"}
+"""For the scripts: this Python, as one that another script has checked. ``test_the_first_command`` has it checked."""
 TIMED_OUT = -int(signal.SIGKILL)
 WITH_FUSION = "^--no-bias-gelu-fusion ^--no-bias-swiglu-fusion"
 """Flags to leave out of ``TINY``, so that Megatron's fused activation functions run: not compiled on the CPU."""

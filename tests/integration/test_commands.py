@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Block, blocks
+from tests.integration.harness import CHECKED
 from tests.pages import ROOT, user_pages
 from tests.unit.test_house import NOT_OURS
 
@@ -51,19 +52,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(tmp_path: Path, corpus: Path) -> Path:
-    """A working copy without what it has produced, with a corpus, and with this environment as its own ``.venv``.
-
-    Each file at the environment's root is a link, and beside them is what an installation leaves. So commands find it
-    complete, as a user's do, and import nothing to make sure: half of a short command.
-    """
+    """A working copy without what it has produced, with this environment as its ``.venv``, and with a corpus."""
     folder = tmp_path / "megatron-swap"
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_OURS, "shared"))
     shutil.copytree(corpus, folder / ".data")
-    (folder / ".venv").mkdir()
-    for path in Path(sys.prefix).iterdir():
-        if not path.name.startswith(".swap-stamp"):
-            (folder / ".venv" / path.name).symlink_to(path)
-    run([". tools/setup_env.sh; swap_stamp requirements.txt >.venv/.swap-stamp-run"], folder)
+    (folder / ".venv").symlink_to(sys.prefix)
     example = folder / "examples" / "pretrain_gpt_swap.sh"
     assert example.read_text().count(TINY[0]) == 1
     example.write_text(example.read_text().replace(*TINY))
@@ -72,7 +65,8 @@ def copy(tmp_path: Path, corpus: Path) -> Path:
 
 def start(script: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_SWAP_", "PYTEST_"))}
-    ours = {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    ours = {"PYTHONPATH": str(folder), **CHECKED, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1"}  # fmt: skip
     return subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=given | ours, stdin=subprocess.DEVNULL,
         stdout=log.open("wb"), stderr=subprocess.STDOUT,

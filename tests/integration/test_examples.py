@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.harness import CHECKED
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -97,7 +99,7 @@ def screen_of(*flags: str, **environment: str) -> tuple[int, list[str]]:
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MODEL", "DATA_PATH", "NUM_GPUS", "SUMMARY")
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ours = {"MEGATRON_SWAP_PYTHON": sys.executable, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment}
+    ours = {**CHECKED, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment}
     done = subprocess.run(
         ["bash", str(SCRIPT), *flags], env={**inherited, **ours}, cwd=ROOT, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
@@ -118,7 +120,7 @@ def assert_falls(screen: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_first_command() -> None:
-    status, screen = screen_of("--swap-layers", "0-23")
+    status, screen = screen_of("--swap-layers", "0-23", SWAP_CHECKED="")
     assert status == 0, screen
     assert_falls(screen)
     assert screen[-2].startswith(" swap: autograd held at most ")

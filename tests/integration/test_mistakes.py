@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 from benchmarks.suites import command as bench
 from benchmarks.sweeps import command as sweep
 from megatron.swap.cli import main as cli
-from tests.integration.harness import ROOT, Run, Trainer
+from tests.integration.harness import CHECKED, ROOT, Run, Trainer
 
 MOST_LINES = 6
 START_UP = re.compile(r"( swap: | > |\[megatron-swap\] |$)")
@@ -233,7 +232,7 @@ def test_of_another_program(
 )
 def test_of_the_example(env: str, flags: str, words: Words, tmp_path: Path) -> None:
     name, value = env.split("=")
-    given = {**os.environ, "MEGATRON_SWAP_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", name: value}
+    given = {**os.environ, **CHECKED, "OMP_NUM_THREADS": "1", name: value}
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / "pretrain_gpt_swap.sh"), *flags.split()],
         cwd=tmp_path, env=given, capture_output=True, text=True, timeout=120,

@@ -6,13 +6,12 @@ import gzip
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.integration.harness import ROOT
+from tests.integration.harness import CHECKED, ROOT
 
 SMALL = "--num-layers 6 --hidden-size 64 --seq-length 64 --max-position-embeddings 64 --swap-min-mib 0.001"
 
@@ -23,8 +22,8 @@ def profile(folder: Path, *flags: str, **settings: str) -> subprocess.CompletedP
     return subprocess.run(
         ["bash", str(ROOT / "tools" / "profile.sh"), *SMALL.split(), *data, *flags],
         env={
-            **os.environ, "MEGATRON_SWAP_PYTHON": sys.executable, "PROFILE_DIR": str(folder), "PROFILE_STEPS": "3",
-            "OMP_NUM_THREADS": "1", **settings,
+            **os.environ, **CHECKED, "PROFILE_DIR": str(folder), "PROFILE_STEPS": "3", "OMP_NUM_THREADS": "1",
+            **settings,
         },
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip

@@ -49,7 +49,7 @@ def test_hundreds_of_rescues_leave_nothing_behind() -> None:
         step()
         peak = peak_bytes(step)
         num_rescues, figures = 0, []
-        while num_rescues < sized(500, 150):
+        while num_rescues < sized(300, 150):
             limited(step, 0.6 * peak)
             num_rescues += len(engine.guard.take_rescues())
             figures.append(leak_figures(engine))
@@ -117,7 +117,7 @@ def outcome_of(number: int) -> str:
 
 @pytest.mark.timeout(900)
 def test_random_programs() -> None:
-    outcomes = {number: outcome_of(number) for number in range(sized(80, 20))}
+    outcomes = {number: outcome_of(number) for number in range(sized(40, 20))}
     wrong = {number: what for number, what in outcomes.items() if what not in ("rescued", "fits", "out of memory")}
     assert not wrong
     found = list(outcomes.values())

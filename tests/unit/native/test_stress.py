@@ -11,7 +11,7 @@ from megatron.swap.native import base
 from tests.sizes import sized
 from tests.unit.native.helpers import HERE, NEEDS_COMPILER
 
-SECONDS = sized(15, 6)
+SECONDS = sized(10, 6)
 """How long it hammers; no measurement."""
 
 pytestmark = NEEDS_COMPILER
