@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import CHECKED
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration.harness import CHECKED, ROOT
 
 
 def output_of(example: str, folder: Path) -> str:
