@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron.swap.autotune.controller import FULL_BYTES
 from megatron.swap.cli.plan_text import floor
 from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Plan
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.nn.config_model import (
     CHECKPOINT_CALL,
     Training,
@@ -78,12 +79,14 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
         cache = training.weights != "mixed"
         step = step_of(model, training)
         profile = dry_profile(model, step, gpu, part=part, host_gib=host_gib, autocast_cache=cache)
+        non_layer, idle_ms = profile.non_layer, training.idle_ms(model)
+        profile = replace(profile, non_layer=replace(non_layer, optimizer_ms=non_layer.optimizer_ms + idle_ms))
 
         def reserved_of(plan: Plan) -> float:
-            anew = step_of(model, training)
-            return dry_planned_step(model, anew, gpu, plan, part=part, autocast_cache=cache).reserved_gib
+            found = dry_planned_step(model, step_of(model, training), gpu, plan, part=part, autocast_cache=cache)
+            return max(found.reserved_gib, budget_gib + FULL_BYTES / GIB if found.is_full else 0.0)
 
-        without_swapping = [(name, calls, one.ms, one.reserved_gib) for name, calls, one in steps]
+        without_swapping = [(name, calls, one.ms + idle_ms, one.reserved_gib) for name, calls, one in steps]
         found = of_dry_run(profile, budget_gib, without_swapping, reserved_of)
     except UsageError:
         raise

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.swap.devices.base import Device, Event, Stream
-from megatron.swap.devices.dry_allocator import Block, DryAllocator
+from megatron.swap.devices.dry_allocator import NO_END, Block, DryAllocator
 
 
 class DryStream:
@@ -73,20 +73,23 @@ class DryDevice(Device):
         name: of the hardware that it stands for.
         expandable: the allocator is set to ``expandable_segments:True``.
         link_gb_s, link_both_gb_s: speed of copies in one direction, and of each of both at once.
+        capacity_bytes: what the allocator reserves before it gives back what is free.
     """
 
     def __init__(
-        self, name: str, expandable: bool = False, link_gb_s: float = 50.0, link_both_gb_s: float = 50.0
-    ) -> None:
+        self, name: str, expandable: bool = False, link_gb_s: float = 50.0, link_both_gb_s: float = 50.0,
+        capacity_bytes: int = NO_END,
+    ) -> None:  # fmt: skip
         self.torch_device = torch.device("meta")
         self.name = name
+        self.capacity_bytes = capacity_bytes
         self._compute = DryStream()
         self._host_ms = 0.0
         self._copy_streams: list[DryStream] = []
         self._link_gb_s, self._link_both_gb_s = link_gb_s, link_both_gb_s
         self._held_bytes = self._peak_bytes = self._recent_peak_bytes = 0
         self._held: set[int] = set()
-        self._allocator = DryAllocator(expandable)
+        self._allocator = DryAllocator(expandable, capacity_bytes)
 
     def run(self, ms: float, workspace_bytes: Sequence[int] = (), host_ms: float = 0.0) -> None:
         """Advance the clocks by an operator that takes the host ``host_ms``, and then the device ``ms`` and, while it
@@ -159,6 +162,10 @@ class DryDevice(Device):
 
     def peak_reserved_bytes(self) -> int:
         return self._allocator.reserved_bytes
+
+    def take_retries(self) -> int:
+        num_retries, self._allocator.num_retries = self._allocator.num_retries, 0
+        return num_retries
 
     def release_cached(self) -> None:
         self._allocator.release_cached()

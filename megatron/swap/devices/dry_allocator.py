@@ -53,10 +53,21 @@ class Block:
 
 
 class DryAllocator:
-    """Attributes: ``reserved_bytes``, the sum of all segments. Only ``release_cached`` gives some back."""
+    """The blocks of a device.
 
-    def __init__(self, expandable: bool = False) -> None:
-        self.reserved_bytes = 0
+    Args:
+        expandable: whether segments expand.
+        capacity_bytes: before it reserves more, all that is free is given back, as by PyTorch's allocator on a full
+            device. Where that is not enough it reserves more all the same.
+
+    Attributes:
+        reserved_bytes: the sum of all segments.
+        num_retries: how often the capacity was reached.
+    """
+
+    def __init__(self, expandable: bool = False, capacity_bytes: int = NO_END) -> None:
+        self.reserved_bytes = self.num_retries = 0
+        self._capacity_bytes = capacity_bytes
         self._is_expandable = expandable
         self._lowest = 0  # address of a segment
         self._free: tuple[list[Block], list[Block]] = ([], [])
@@ -74,6 +85,11 @@ class DryAllocator:
         while found + 1 < len(free) and free[found + 1].most_bytes < free[found].most_bytes:
             found += 1
         block = free.pop(found) if found < len(free) else self._new(num_bytes, is_small)
+        if block is None:
+            self.num_retries += 1
+            self.release_cached()
+            block = self._new(num_bytes, is_small, NO_END)
+            assert block is not None
         block.is_free = False
         rest = block.num_bytes - num_bytes
         if rest >= ALIGNMENT_BYTES if is_small or self._is_expandable else rest > SMALL_BYTES:
@@ -94,21 +110,28 @@ class DryAllocator:
                     free.remove(block)
                     self.reserved_bytes -= block.num_bytes
 
-    def _new(self, num_bytes: int, is_small: bool) -> Block:
+    def _new(self, num_bytes: int, is_small: bool, capacity_bytes: int | None = None) -> Block | None:
+        """Return a block with new memory; ``None``: there are no more ``capacity_bytes``."""
+        capacity_bytes = self._capacity_bytes if capacity_bytes is None else capacity_bytes
         if self._is_expandable:
-            return self._expanded(num_bytes, is_small)
+            return self._expanded(num_bytes, is_small, capacity_bytes)
         size = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT
         if num_bytes >= MEDIUM_BYTES:
             size = _rounded(num_bytes, SEGMENT_STEP)
+        if self.reserved_bytes + size > capacity_bytes:
+            return None
         self.reserved_bytes += size
         self._lowest -= size
         return Block(size, self._lowest, is_small)
 
-    def _expanded(self, num_bytes: int, is_small: bool) -> Block:
+    def _expanded(self, num_bytes: int, is_small: bool, capacity_bytes: int) -> Block | None:
         """Return the block at the lowest address that can have ``num_bytes``, with memory for them."""
         block = next(
             first for first in map(_first_free, self._unmapped[is_small]) if _room(first, num_bytes) >= num_bytes
         )
+        missing_bytes = num_bytes - (block.num_bytes if block.is_mapped else 0)
+        if self.reserved_bytes + _rounded(missing_bytes, _page(block)) > capacity_bytes:
+            return None
         if not block.is_mapped:
             block = self._map(block, num_bytes)
         while block.num_bytes < num_bytes:

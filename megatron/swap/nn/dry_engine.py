@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from megatron.swap.autotune.switch import SwitchingPolicy
+from megatron.swap.common.types import GIB
 from megatron.swap.devices.base import Device, Stream
 from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.devices.dry import DryDevice
+from megatron.swap.devices.dry_allocator import NO_END
 from megatron.swap.engine.build import build_engine
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
 from megatron.swap.engine.settings import EngineSettings, Instruments
@@ -21,6 +23,9 @@ from megatron.swap.nn.found_layers import layers_of
 from megatron.swap.nn.planned_activations import take_over
 from megatron.swap.nn.planned_layers import PlannedLayers
 from megatron.swap.planner.gpus import Gpu
+
+CONTEXT_GIB = 0.75
+"""What CUDA takes. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB (docs/results/h200-trainer.json)."""
 
 
 class DrySlot:
@@ -54,9 +59,13 @@ class DryTier(Tier):
         pass
 
 
-def dry_device(model: nn.Module, gpu: Gpu) -> DryDevice:
-    """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it."""
-    device = DryDevice(gpu.name, expands_segments(), gpu.link_gb_s, gpu.link_both_gb_s)
+def dry_device(model: nn.Module, gpu: Gpu, is_limited: bool = False) -> DryDevice:
+    """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it.
+
+    ``is_limited``: it has the memory of ``gpu``, else as much as is asked for.
+    """
+    capacity_bytes = int((gpu.memory_gib - CONTEXT_GIB) * GIB) if is_limited else NO_END
+    device = DryDevice(gpu.name, expands_segments(), gpu.link_gb_s, gpu.link_both_gb_s, capacity_bytes)
     for tensor in (*model.parameters(), *model.buffers()):
         device.hold(tensor.untyped_storage())
     return device

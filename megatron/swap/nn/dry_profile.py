@@ -34,10 +34,14 @@ leaves in place count as held throughout."""
 
 @dataclass(frozen=True)
 class DryStep:
-    """Time of a step, and the memory that the allocator has reserved behind it."""
+    """Time of a step, and the memory that the allocator has reserved behind it.
+
+    ``is_full``: the device has less, or its allocator has to give back all that is free in every step.
+    """
 
     ms: float
     reserved_gib: float
+    is_full: bool = False
 
 
 def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
@@ -135,7 +139,7 @@ def dry_planned_step(
     Args:
         part, min_mib, autocast_cache: as in ``dry_profile``.
     """
-    device = dry_device(model, gpu)
+    device = dry_device(model, gpu, is_limited=True)
     policy = SwitchingPolicy(SafePolicy(int(min_mib * MIB), (OPERATOR, LINEAR)), int(min_mib * MIB))
     part = model if part is None else part
     with planned_layers(part, device, policy, Instruments(), autocast_cache) as planned, dry_run(device, gpu):
@@ -150,10 +154,14 @@ def dry_planned_step(
 def _settled(device: DryDevice, step: Step) -> DryStep:
     """Run ``step`` until no more memory is reserved, at most ``MOST_STEPS`` times behind the first."""
     step()
+    device.take_retries()
     for _ in range(MOST_STEPS):
         device.synchronize()  # a step begins with an idle device
         begin, reserved_bytes = device.mark(), device.reserved_bytes()
         step()
-        if device.reserved_bytes() == reserved_bytes:
+        num_retries = device.take_retries()
+        if device.reserved_bytes() == reserved_bytes and not num_retries:
             break
-    return DryStep(device.mark().elapsed_ms_since(begin), device.reserved_bytes() / GIB)
+    reserved_bytes = device.reserved_bytes()
+    is_full = num_retries > 0 or reserved_bytes > device.capacity_bytes
+    return DryStep(device.mark().elapsed_ms_since(begin), reserved_bytes / GIB, is_full)

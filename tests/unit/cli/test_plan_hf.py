@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.swap.cli import plan as program
+from megatron.swap.nn import config_model
 
 pytest.importorskip("transformers")
 
@@ -83,6 +84,20 @@ def test_what_is_trained_counts(folder: Path, capsys: pytest.CaptureFixture[str]
         for options in ("--optimizer adamw-fused", "--weights mixed")
     }
     assert gib["--optimizer adamw-fused"] < gib["--weights mixed"]
+
+
+def test_trainer_waits_between_steps(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second for each weight: all options take as long."""
+    monkeypatch.setattr(config_model, "IDLE_MS", 1000.0)
+    idle, busy = (planned(capsys, f"{OF_LLAMA} --optimizer {kind}") for kind in ("adamw-fused", "adamw"))
+    num_weights = 9 * LLAMA["num_hidden_layers"] + 3
+    for found, least in ((idle, 0.0), (busy, 1000.0)):
+        speeds = [float(cells[3].replace(",", "")) for cells in rows(found).values()]
+        assert len(speeds) == 3
+        assert min(speeds) > least
+    assert [float(cells[3]) for cells in rows(idle).values()] == pytest.approx([4096 / num_weights] * 3, abs=1)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from megatron.swap.common.types import GIB, MIB
 from megatron.swap.devices.dry import DryDevice
-from megatron.swap.devices.dry_allocator import Block, DryAllocator
+from megatron.swap.devices.dry_allocator import NO_END, Block, DryAllocator
 from tests.support import RESULTS
 
 
@@ -117,8 +118,8 @@ def requests(seed: int) -> list[tuple[str, int]]:
     return made
 
 
-def reserved_after(made: list[tuple[str, int]], expandable: bool) -> list[int]:
-    allocator, blocks, reserved = DryAllocator(expandable), [], []
+def reserved_after(made: list[tuple[str, int]], expandable: bool, capacity_bytes: int = NO_END) -> list[int]:
+    allocator, blocks, reserved = DryAllocator(expandable, capacity_bytes), [], []
     for kind, number in made:
         if kind == "allocate":
             blocks.append(allocator.allocate(number))
@@ -145,11 +146,17 @@ def test_blocks_tile_their_segments(seed: int, expandable: bool) -> None:
 
 
 ON_GPU = """
-import json, sys, torch
+import ctypes, json, sys, torch
 tensors, reserved = [], []
+free_bytes, _ = torch.cuda.mem_get_info()
+ballast = ctypes.c_size_t(max(0, free_bytes - int(sys.argv[1])))
+assert not ballast.value or not ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ballast)
 for kind, number in json.load(sys.stdin):
     if kind == "allocate":
-        tensors.append(torch.empty(number, dtype=torch.uint8, device="cuda"))
+        try:
+            tensors.append(torch.empty(number, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            break
     else:
         tensors[number] = None
     reserved.append(torch.cuda.memory_reserved())
@@ -158,15 +165,42 @@ print(json.dumps(reserved))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("room", [None, 1.03])
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_reserves_what_pytorch_reserves(seed: int, expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_reserves_what_pytorch_reserves(
+    seed: int, expandable: bool, room: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``room``: what a device has, over the most that is in use."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
     made = requests(seed)
-    done = subprocess.run([sys.executable, "-c", ON_GPU], input=json.dumps(made), capture_output=True, text=True)
+    capacity_bytes = NO_END if room is None else int(room * most_in_use(made))
+    command = [sys.executable, "-c", ON_GPU, str(capacity_bytes)]
+    done = subprocess.run(command, input=json.dumps(made), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == reserved_after(made, expandable)
+    found, expected = json.loads(done.stdout), reserved_after(made, expandable, capacity_bytes)
+    assert found == expected[: len(found)]
+    assert len(found) == len(expected) or max(expected) > capacity_bytes
+
+
+def most_in_use(made: list[tuple[str, int]]) -> int:
+    sizes = [number for kind, number in made if kind == "allocate"]
+    changes = (number if kind == "allocate" else -sizes[number] for kind, number in made)
+    return max(accumulate(changes))
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_full_device_gets_back_what_is_free(expandable: bool) -> None:
+    """Before more is reserved. Where all is in use, it reserves more than there is."""
+    device = DryDevice("a GPU", expandable, capacity_bytes=100 * MIB)
+    tensors = [device.allocate(size * MIB) for size in (40, 20, 40)]
+    del tensors[::2]
+    assert (device.reserved_bytes(), device.take_retries()) == (100 * MIB, 0)
+    tensors.append(device.allocate(60 * MIB))  # the free blocks are too small
+    assert (device.reserved_bytes(), device.take_retries()) == (80 * MIB, 1)
+    tensors.append(device.allocate(60 * MIB))
+    assert (device.reserved_bytes(), device.take_retries()) == (140 * MIB, 1)
 
 
 RECORDED = sorted((RESULTS / "h200-allocator").glob("*.json.gz"))

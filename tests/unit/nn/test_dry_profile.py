@@ -22,7 +22,7 @@ from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.nn import dry_mode
 from megatron.swap.nn.dry_autocast import DryAutocast
-from megatron.swap.nn.dry_engine import dry_device
+from megatron.swap.nn.dry_engine import CONTEXT_GIB, dry_device
 from megatron.swap.nn.dry_mode import CUBLAS_BYTES, dry_run
 from megatron.swap.nn.dry_profile import dry_planned_step, dry_profile, dry_step
 from megatron.swap.planner import options
@@ -190,6 +190,20 @@ def test_gradients_that_a_step_makes_are_held_from_backward_on(weights: Any, tmp
     assert planned.peak_gib == pytest.approx(nothing.reserved_gib, rel=0.05)
 
 
+def test_steps_on_a_full_device(tmp_path: Path) -> None:
+    """They do not fit, unless what is free, given back, is enough."""
+    training = Training(64, 8, "bf16", "none")
+    model = dry_model(CONFIGS["llama"](), tmp_path, training)
+    step = step_of(model, training)
+    plan = empty_plan(dry_profile(model, step, H200, min_mib=0.0))
+    of_all = dry_planned_step(model, step, H200, plan)
+    for fraction, is_full in ((1.0, False), (0.5, True)):
+        gpu = replace(H200, memory_gib=CONTEXT_GIB + fraction * of_all.reserved_gib)
+        found = dry_planned_step(model, step, gpu, plan)
+        assert found.is_full == is_full
+        assert found.reserved_gib == pytest.approx(of_all.reserved_gib, rel=0.1)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_under_a_plan_take_what_the_simulation_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -314,28 +328,36 @@ def test_an_h200_reserved_what_is_predicted_with_the_default_allocator(
 
 
 @pytest.mark.slow
-def test_an_h200_measured_what_is_predicted_for_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """36 layers of Qwen3-8B's shape with gradient checkpointing. At 16k tokens it died. PyTorch's own attention ran."""
+@pytest.mark.parametrize("has_cudnn", [False, True])
+def test_an_h200_measured_what_is_predicted_for_trainer(
+    has_cudnn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """36 layers of Qwen3-8B's shape with gradient checkpointing, by cuDNN's attention or PyTorch's own. At 16k tokens
+    it died.
+    """
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    found = json.loads((ROOT / "docs" / "results" / "h200-trainer.json").read_text())["rows"]
+    if not has_cudnn:
+        monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    found = json.loads((ROOT / "docs" / "results" / "h200-trainer.json").read_text())
     page = (ROOT / "docs" / "dev" / "planner.md").read_text()
     config = qwen3_8b(num_hidden_layers=36)
-    rows = [row for row in found if row["method"] == "checkpointing"]
-    assert len(rows) == 3
+    rows = [row for row in (found["cudnn"] if has_cudnn else found)["rows"] if row["method"] == "checkpointing"]
+    assert len(rows) == 2 + (not has_cudnn)
     for row in rows:
         training = Training(row["tokens"], 1, "mixed", "adamw-fused")
         model = with_product_of_positions(dry_model(config, tmp_path, training))
         with checkpointed(model):
             predicted = dry_step(model, step_of(model, training), H200.for_width(4096))
-        name = f"{row['tokens'] // 1024}k tokens"
+        name = f"{row['tokens'] // 1024}k tokens" + ("" if has_cudnn else ", PyTorch's own attention")
         if "ms" not in row:
             assert predicted.reserved_gib > H200.memory_gib, name
             continue
         assert predicted.reserved_gib == pytest.approx(row["peak_reserved_gib"], rel=0.01), name
-        assert predicted.ms == pytest.approx(row["ms"], rel=0.08), name
+        ms = predicted.ms + training.idle_ms(model)
+        assert ms == pytest.approx(row["ms"], rel=0.08), name
         memory = compared(predicted.reserved_gib, row["peak_reserved_gib"], 2)
-        assert f"\n| {name} | {memory} | {compared(predicted.ms, row['ms'], 0)} |\n" in page, (name, memory, predicted)
+        line = f"| {name} | {memory} | {compared(ms, row['ms'], 0)} |"
+        assert f"\n{line}\n" in page, line
 
 
 @pytest.mark.slow
