@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.swap.autotune.controller import FULL_BYTES
 from megatron.swap.cli.plan_text import floor
 from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Plan
-from megatron.swap.common.types import GIB, UsageError
+from megatron.swap.common.types import UsageError
 from megatron.swap.nn.config_model import (
     CHECKPOINT_CALL,
     Training,
@@ -20,6 +19,7 @@ from megatron.swap.nn.config_model import (
     step_of,
     swapped_part,
 )
+from megatron.swap.nn.dry_engine import capacity_gib
 from megatron.swap.nn.dry_profile import DryStep, dry_planned_step, dry_profile, dry_step
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.options import CHECKPOINTING, NOTHING, Option, best, of_dry_run
@@ -83,8 +83,17 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
         profile = replace(profile, non_layer=replace(non_layer, optimizer_ms=non_layer.optimizer_ms + idle_ms))
 
         def reserved_of(plan: Plan) -> float:
-            found = dry_planned_step(model, step_of(model, training), gpu, plan, part=part, autocast_cache=cache)
-            return max(found.reserved_gib, budget_gib + FULL_BYTES / GIB if found.is_full else 0.0)
+            def run(is_limited: bool) -> DryStep:
+                anew = step_of(model, training)
+                return dry_planned_step(
+                    model, anew, gpu, plan, part=part, autocast_cache=cache, is_limited=is_limited
+                )
+
+            found = run(is_limited=False)
+            if found.reserved_gib > capacity_gib(gpu):
+                within = run(is_limited=True)  # a device that is full gives back what is free
+                return found.reserved_gib if within.is_full else within.reserved_gib
+            return found.reserved_gib
 
         without_swapping = [(name, calls, one.ms + idle_ms, one.reserved_gib) for name, calls, one in steps]
         found = of_dry_run(profile, budget_gib, without_swapping, reserved_of)

@@ -161,7 +161,7 @@ class DryDevice(Device):
         return self._allocator.reserved_bytes
 
     def peak_reserved_bytes(self) -> int:
-        return self._allocator.reserved_bytes
+        return self._allocator.peak_bytes
 
     def take_retries(self) -> int:
         num_retries, self._allocator.num_retries = self._allocator.num_retries, 0

@@ -61,12 +61,12 @@ class DryAllocator:
             device. Where that is not enough it reserves more all the same.
 
     Attributes:
-        reserved_bytes: the sum of all segments.
+        reserved_bytes, peak_bytes: the sum of all segments, and the largest so far.
         num_retries: how often the capacity was reached.
     """
 
     def __init__(self, expandable: bool = False, capacity_bytes: int = NO_END) -> None:
-        self.reserved_bytes = self.num_retries = 0
+        self.reserved_bytes = self.peak_bytes = self.num_retries = 0
         self._capacity_bytes = capacity_bytes
         self._is_expandable = expandable
         self._lowest = 0  # address of a segment
@@ -85,11 +85,6 @@ class DryAllocator:
         while found + 1 < len(free) and free[found + 1].most_bytes < free[found].most_bytes:
             found += 1
         block = free.pop(found) if found < len(free) else self._new(num_bytes, is_small)
-        if block is None:
-            self.num_retries += 1
-            self.release_cached()
-            block = self._new(num_bytes, is_small, NO_END)
-            assert block is not None
         block.is_free = False
         rest = block.num_bytes - num_bytes
         if rest >= ALIGNMENT_BYTES if is_small or self._is_expandable else rest > SMALL_BYTES:
@@ -110,28 +105,35 @@ class DryAllocator:
                     free.remove(block)
                     self.reserved_bytes -= block.num_bytes
 
-    def _new(self, num_bytes: int, is_small: bool, capacity_bytes: int | None = None) -> Block | None:
-        """Return a block with new memory; ``None``: there are no more ``capacity_bytes``."""
-        capacity_bytes = self._capacity_bytes if capacity_bytes is None else capacity_bytes
+    def _new(self, num_bytes: int, is_small: bool) -> Block:
         if self._is_expandable:
-            return self._expanded(num_bytes, is_small, capacity_bytes)
+            return self._expanded(num_bytes, is_small)
         size = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT
         if num_bytes >= MEDIUM_BYTES:
             size = _rounded(num_bytes, SEGMENT_STEP)
-        if self.reserved_bytes + size > capacity_bytes:
-            return None
-        self.reserved_bytes += size
+        self._make_room(size)
+        self._reserve(size)
         self._lowest -= size
         return Block(size, self._lowest, is_small)
 
-    def _expanded(self, num_bytes: int, is_small: bool, capacity_bytes: int) -> Block | None:
+    def _make_room(self, num_bytes: int) -> None:
+        if self.reserved_bytes + num_bytes > self._capacity_bytes:
+            self.num_retries += 1
+            self.release_cached()
+
+    def _reserve(self, num_bytes: int) -> None:
+        self.reserved_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+
+    def _expanded(self, num_bytes: int, is_small: bool) -> Block:
         """Return the block at the lowest address that can have ``num_bytes``, with memory for them."""
-        block = next(
-            first for first in map(_first_free, self._unmapped[is_small]) if _room(first, num_bytes) >= num_bytes
-        )
-        missing_bytes = num_bytes - (block.num_bytes if block.is_mapped else 0)
-        if self.reserved_bytes + _rounded(missing_bytes, _page(block)) > capacity_bytes:
-            return None
+
+        def lowest() -> Block:
+            candidates = map(_first_free, self._unmapped[is_small])
+            return next(first for first in candidates if _room(first, num_bytes) >= num_bytes)
+
+        self._make_room(_missing(lowest(), num_bytes))
+        block = lowest()
         if not block.is_mapped:
             block = self._map(block, num_bytes)
         while block.num_bytes < num_bytes:
@@ -147,7 +149,7 @@ class DryAllocator:
         if num_bytes < block.num_bytes:
             self._insert_unmapped(_split(block, num_bytes))
         block.is_mapped = True
-        self.reserved_bytes += num_bytes
+        self._reserve(num_bytes)
         return self._add_joined(block)
 
     def _unmap(self, block: Block) -> None:
@@ -220,6 +222,17 @@ def _room(block: Block | None, num_bytes: int) -> int:
         room += block.num_bytes
         block = block.after
     return room
+
+
+def _missing(block: Block | None, num_bytes: int) -> int:
+    """Return the bytes that are to be mapped, in whole pages, so that ``num_bytes`` from ``block`` on have memory."""
+    missing = 0
+    while block is not None and num_bytes > 0:
+        if not block.is_mapped:
+            missing += min(block.num_bytes, _rounded(num_bytes, _page(block)))
+        num_bytes -= block.num_bytes
+        block = block.after
+    return missing
 
 
 def _page(block: Block) -> int:

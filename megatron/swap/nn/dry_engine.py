@@ -25,7 +25,8 @@ from megatron.swap.nn.planned_layers import PlannedLayers
 from megatron.swap.planner.gpus import Gpu
 
 CONTEXT_GIB = 0.75
-"""What CUDA takes. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB (docs/results/h200-trainer.json)."""
+"""What CUDA takes of ``Gpu.memory_gib``. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB
+(docs/results/h200-trainer.json)."""
 
 
 class DrySlot:
@@ -59,12 +60,17 @@ class DryTier(Tier):
         pass
 
 
+def capacity_gib(gpu: Gpu) -> float:
+    """Return the memory that PyTorch can reserve on ``gpu``."""
+    return max(0.0, gpu.memory_gib - CONTEXT_GIB)
+
+
 def dry_device(model: nn.Module, gpu: Gpu, is_limited: bool = False) -> DryDevice:
     """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it.
 
     ``is_limited``: it has the memory of ``gpu``, else as much as is asked for.
     """
-    capacity_bytes = int((gpu.memory_gib - CONTEXT_GIB) * GIB) if is_limited else NO_END
+    capacity_bytes = int(capacity_gib(gpu) * GIB) if is_limited else NO_END
     device = DryDevice(gpu.name, expands_segments(), gpu.link_gb_s, gpu.link_both_gb_s, capacity_bytes)
     for tensor in (*model.parameters(), *model.buffers()):
         device.hold(tensor.untyped_storage())

@@ -36,7 +36,7 @@ leaves in place count as held throughout."""
 class DryStep:
     """Time of a step, and the memory that the allocator has reserved behind it.
 
-    ``is_full``: the device has less, or its allocator has to give back all that is free in every step.
+    ``is_full``: the device has less, or its allocator has to give back what is free in every step.
     """
 
     ms: float
@@ -129,7 +129,7 @@ def dry_profile(
 
 def dry_planned_step(
     model: nn.Module, step: Step, gpu: Gpu, plan: Plan, *, part: nn.Module | None = None, min_mib: float = 1.0,
-    autocast_cache: bool = True,
+    autocast_cache: bool = True, is_limited: bool = False,
 ) -> DryStep:
     """Return what ``step`` takes on ``gpu`` under ``plan``, which was made from the profile of ``model``.
 
@@ -138,8 +138,9 @@ def dry_planned_step(
 
     Args:
         part, min_mib, autocast_cache: as in ``dry_profile``.
+        is_limited: the device has the memory of ``gpu``, else as much as is asked for.
     """
-    device = dry_device(model, gpu, is_limited=True)
+    device = dry_device(model, gpu, is_limited)
     policy = SwitchingPolicy(SafePolicy(int(min_mib * MIB), (OPERATOR, LINEAR)), int(min_mib * MIB))
     part = model if part is None else part
     with planned_layers(part, device, policy, Instruments(), autocast_cache) as planned, dry_run(device, gpu):
@@ -162,6 +163,5 @@ def _settled(device: DryDevice, step: Step) -> DryStep:
         num_retries = device.take_retries()
         if device.reserved_bytes() == reserved_bytes and not num_retries:
             break
-    reserved_bytes = device.reserved_bytes()
-    is_full = num_retries > 0 or reserved_bytes > device.capacity_bytes
-    return DryStep(device.mark().elapsed_ms_since(begin), reserved_bytes / GIB, is_full)
+    is_full = num_retries > 0 or device.peak_reserved_bytes() > device.capacity_bytes
+    return DryStep(device.mark().elapsed_ms_since(begin), device.reserved_bytes() / GIB, is_full)

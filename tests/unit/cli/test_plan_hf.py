@@ -71,6 +71,13 @@ def test_nothing_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(said)["checkpointing"][4] == "no"
 
 
+def test_what_a_plan_needs_is_not_what_the_gpu_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps that want more run again on a device with a limit."""
+    line = OF_LLAMA.replace("h200", "custom:{},989,60") + " --micro-batch-size 4"
+    least = [rows(planned(capsys, line.format(gib), status=1))["planned"][0] for gib in (0.5, 0.7)]
+    assert least[0] == least[1]
+
+
 def test_a_loss_in_chunks_swaps_the_model_without_its_head(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 65536}))
     found = rows(planned(capsys, f"{OF_LLAMA} --optimizer none --loss-chunk-tokens 512"))

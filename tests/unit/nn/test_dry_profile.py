@@ -191,7 +191,6 @@ def test_gradients_that_a_step_makes_are_held_from_backward_on(weights: Any, tmp
 
 
 def test_steps_on_a_full_device(tmp_path: Path) -> None:
-    """They do not fit, unless what is free, given back, is enough."""
     training = Training(64, 8, "bf16", "none")
     model = dry_model(CONFIGS["llama"](), tmp_path, training)
     step = step_of(model, training)
@@ -199,7 +198,7 @@ def test_steps_on_a_full_device(tmp_path: Path) -> None:
     of_all = dry_planned_step(model, step, H200, plan)
     for fraction, is_full in ((1.0, False), (0.5, True)):
         gpu = replace(H200, memory_gib=CONTEXT_GIB + fraction * of_all.reserved_gib)
-        found = dry_planned_step(model, step, gpu, plan)
+        found = dry_planned_step(model, step_of(model, training), gpu, plan, is_limited=True)
         assert found.is_full == is_full
         assert found.reserved_gib == pytest.approx(of_all.reserved_gib, rel=0.1)
 
