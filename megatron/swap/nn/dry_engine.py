@@ -25,7 +25,7 @@ from megatron.swap.nn.planned_layers import PlannedLayers
 from megatron.swap.planner.gpus import Gpu
 
 CONTEXT_GIB = 0.75
-"""What CUDA takes of ``Gpu.memory_gib``. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB
+"""Memory of a GPU that CUDA takes. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB
 (docs/results/h200-trainer.json)."""
 
 

@@ -80,7 +80,7 @@ def test_equal_to_the_bit_within_the_budget(name: str) -> None:
 
 @pytest.mark.slow
 def test_autocast_that_keeps_casts() -> None:
-    """Those of all weights are more than 30 % of what is saved."""
+    """Casts of all weights are more than 30 % of what is saved."""
     check_way("qwen3", Way(autocast=True, keeps_casts=True, fractions=(0.6, 0.35)))
 
 
