@@ -127,6 +127,7 @@ def test_other_ways_to_move_activations(trainer: Trainer, tmp_path: Path, change
     assert_refused(run, flag, f"Drop {flag}", "--swap-layers none")
 
 
+@pytest.mark.slow
 def test_upstream_of_another_source(trainer: Trainer, tmp_path: Path) -> None:
     """A vendor's build of the same version: the message names the symbol and the remedy, which then works."""
     program = tmp_path / "program.py"

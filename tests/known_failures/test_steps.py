@@ -258,9 +258,8 @@ class TestMemoryGrowsOverSteps:
     Here: the graph owns what was saved; what is offloaded is freed with the graph, unpacked or not.
     """
 
-    @pytest.mark.parametrize(
-        "compiled", [pytest.param(False, id="eager", marks=pytest.mark.slow), pytest.param(True, id="compiled")]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled")])
     def test_lora_with_experts_and_packed_samples(self, compiled: bool) -> None:
         torch.manual_seed(1)
         model = Model()

@@ -71,6 +71,7 @@ def test_nothing_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(said)["checkpointing"][4] == "no"
 
 
+@pytest.mark.slow
 def test_what_a_plan_needs_is_not_what_the_gpu_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps that want more run again on a device with a limit."""
     line = OF_LLAMA.replace("h200", "custom:{},989,60") + " --micro-batch-size 4"

@@ -72,7 +72,7 @@ def run_of(schedule: str) -> Any:
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("host_bytes", [4 * KIB, 64 * KIB])
+@pytest.mark.parametrize("host_bytes", [4 * KIB, pytest.param(64 * KIB, marks=pytest.mark.slow)])
 def test_training_is_equal(schedule: str, host_bytes: int, disk: DiskFile) -> None:
     chunks = SCHEDULES[schedule][1]
     plain, swapped = plain_and_swapped(

@@ -107,7 +107,8 @@ def test_the_solver_finds_what_plans_offer(host_ms: float, most: float, room: fl
     assert found.lower_bound_ms <= fastest + 1e-6
 
 
-@pytest.mark.parametrize("room", [pytest.param(0.25, marks=pytest.mark.slow), 0.4])
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [0.25, 0.4])
 def test_the_work_of_the_host_is_spread_over_layers(room: float) -> None:
     """Else the device waits for the host in the first layers, which swap, and the host for the device in later ones:
     the search ended 2.1 and 2.6 % above its bound here.
