@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.swap.cli import plan as program
+from megatron.swap.cli import plan_hf
 from megatron.swap.nn import config_model
+from megatron.swap.nn.dry_profile import DryStep
 
 pytest.importorskip("transformers")
 
@@ -71,12 +73,22 @@ def test_nothing_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(said)["checkpointing"][4] == "no"
 
 
-@pytest.mark.slow
-def test_what_a_plan_needs_is_not_what_the_gpu_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps that want more run again on a device with a limit."""
-    line = OF_LLAMA.replace("h200", "custom:{},989,60") + " --micro-batch-size 4"
-    least = [rows(planned(capsys, line.format(gib), status=1))["planned"][0] for gib in (0.5, 0.7)]
-    assert least[0] == least[1]
+@pytest.mark.parametrize(
+    ("wanted_gib", "is_full", "found"),
+    [(120.0, True, "120.00"), (150.0, False, "100.00"), (150.0, True, "at least 150.4")],
+)
+def test_a_plan_that_wants_more_than_the_gpu_has_runs_within_its_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wanted_gib: float, is_full: bool,
+    found: str,
+) -> None:  # fmt: skip
+    """If that is enough, the plan takes what it reserves there, else it needs what it wants."""
+
+    def ran(*_: Any, is_limited: bool, **__: Any) -> DryStep:
+        return DryStep(1.0, 100.0, is_full) if is_limited else DryStep(1.0, wanted_gib)
+
+    monkeypatch.setattr(plan_hf, "dry_planned_step", ran)
+    said = planned(capsys, OF_LLAMA)
+    assert rows(said)["planned"][0] == found
 
 
 def test_a_loss_in_chunks_swaps_the_model_without_its_head(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,11 +113,8 @@ def test_trainer_waits_between_steps(
     monkeypatch.setattr(config_model, "IDLE_MS", 1000.0)
     idle, busy = (planned(capsys, f"{OF_LLAMA} --optimizer {kind}") for kind in ("adamw-fused", "adamw"))
     num_weights = 9 * LLAMA["num_hidden_layers"] + 3
-    for found, least in ((idle, 0.0), (busy, 1000.0)):
-        speeds = [float(cells[3].replace(",", "")) for cells in rows(found).values()]
-        assert len(speeds) == 3
-        assert min(speeds) > least
     assert [float(cells[3]) for cells in rows(idle).values()] == pytest.approx([4096 / num_weights] * 3, abs=1)
+    assert all(float(cells[3].replace(",", "")) > 1000 for cells in rows(busy).values())
 
 
 @pytest.mark.slow
