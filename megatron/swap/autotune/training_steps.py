@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from megatron.swap.engine.recomputed_run import RunChecks
 
 
 def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Iterable[nn.Module]) -> bool:
@@ -14,6 +17,38 @@ def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Iterable[nn.Module
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     mine = (param for chunk in chunks for param in chunk.parameters())
     return any(id(param) in params or id(getattr(param, "main_param", None)) in params for param in mine)
+
+
+def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], None]:
+    """Let ``checks`` be read before optimizers of the chunks' parameters step, and before a state is saved.
+
+    Returns:
+        A function that ends that.
+    """
+    of, mine = weakref.ref(checks), [weakref.ref(chunk) for chunk in chunks]
+    known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def saves(*_: object) -> None:
+        if (here := of()) is not None:
+            here.read()
+
+    def steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        alive = [chunk for reference in mine if (chunk := reference()) is not None]
+        if optimizer not in known:
+            if not holds_params_of(optimizer, alive):
+                return
+            known.add(optimizer)
+            optimizer.register_state_dict_pre_hook(saves)
+        if (here := of()) is not None:
+            here.before_step()
+
+    handles = [register_optimizer_step_pre_hook(steps), *(one.register_state_dict_pre_hook(saves) for one in chunks)]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
 class TrainingSteps:

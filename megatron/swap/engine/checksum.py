@@ -1,12 +1,17 @@
-"""Checksums of raw bytes, for ``--swap-verify``."""
+"""Checksums of tensors on their own device: for ``--swap-verify``, and for layers that run again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron.swap.common.types import SwapError
 
 _BLOCK_BYTES = 64 << 10
+_ROW_WORDS = 1024
+"""Words of 8 bytes in a row of a fingerprint."""
 
 
 class VerifyError(SwapError):
@@ -27,3 +32,59 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
 
 def _sums(words: torch.Tensor) -> torch.Tensor:
     return words.view(-1, _BLOCK_BYTES // words.element_size()).sum(dim=1, dtype=torch.int64)
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums over all bytes of ``tensor``, which has a storage: [number of sums], int64, on its device.
+
+    The bytes are a matrix of words. Its rows and its columns are summed, so that words that change places are found.
+    That reads the tensor twice, and copies it only if its elements have no order without gaps.
+    """
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    words = _words(tensor)
+    num_rows = words.numel() // _ROW_WORDS
+    rows = words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS)
+    rest = words[num_rows * _ROW_WORDS :]
+    return torch.cat([rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), rest.to(torch.int64)])
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``tensor`` as 1-D words: of 8 bytes if they can be, else of one element, or of one byte."""
+    if not tensor.is_contiguous():
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(order).contiguous()  # a transposed tensor is not copied
+    flat = tensor.view(-1)
+    first_byte, num_bytes = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+    if first_byte % 8 == 0 and num_bytes % 8 == 0:
+        return flat.view(torch.int64)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(whole[tensor.element_size()])
+
+
+def sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums of the values of a floating-point ``tensor`` along its last dimension, and along all others: fp32.
+
+    They differ a little where values do.
+    """
+    tensor = tensor.detach()
+    if tensor.dim() < 2:
+        return tensor.reshape(-1).float()
+    by_row = tensor.sum(-1, dtype=torch.float32).reshape(-1)
+    return torch.cat([by_row, tensor.sum(tuple(range(tensor.dim() - 1)), dtype=torch.float32)])
+
+
+def is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is plain bytes in memory that can be read."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta) and tensor.numel() > 0
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield what ``tensor`` consists of: itself, or the inner tensors of a wrapper; nothing for other kinds."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    elif is_bytes(tensor):
+        yield tensor

@@ -15,7 +15,9 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import LayerPosition, Site, UsageError
 from megatron.swap.engine.handle import Group
+from megatron.swap.engine.layer_state import Attributes, LayerState, StateReader
 from megatron.swap.engine.producer_records import of_tensors_alone
+from megatron.swap.engine.run_snapshot import RunSnapshot
 from megatron.swap.engine.saved_tensors import LayerPacker, SavedTensors
 from megatron.swap.engine.sites import SiteNames
 
@@ -106,11 +108,15 @@ class BoundaryOptions:
         hooked: False for a layer that keeps everything: the boundary then only marks the progress of backward.
         on_run_without_grad: called with the layer's number when the layer runs without gradients.
         is_idle: asked before each forward; if true, the layer runs as if it had no boundary.
+        attributes: as for ``StateReader``.
+        forked: as for ``RunChecks.run``.
     """
 
     hooked: bool
     on_run_without_grad: Callable[[int], None] | None = None
     is_idle: Callable[[], bool] = lambda: False
+    attributes: Attributes = lambda _: None
+    forked: Callable[[], AbstractContextManager[None]] | None = None
 
 
 class LayerBoundary:
@@ -148,6 +154,8 @@ class LayerBoundary:
         self._make_packer: Callable[..., LayerPacker] | None = None  # as for ``SavedTensors.hooks``
         self._constants = [*module.parameters(), *module.buffers()]
         self._weight_shapes = frozenset(one.shape for one in module.parameters() if one.dim() > 1)
+        self._reader = StateReader(module, options.attributes)
+        self._before: LayerState | None = None  # of the run that has just ended, while steps are measured
         self._inner = module.forward
         self._restore = override_forward(module, self._forward)
 
@@ -192,7 +200,25 @@ class LayerBoundary:
                 result = self._run(group, args, kwargs)
             footprint.end_layer(self.layer, is_unseen=self._checkpoint is not None)
             manager.end_forward(group)
-        return self._mark(result, lambda: manager.begin_backward(group))
+        before, self._before = self._before, None
+        if before is None:
+            return self._mark(result, lambda: manager.begin_backward(group))
+
+        def on_backward() -> None:
+            if not before.can_be_put_back():
+                self._saved_tensors.not_repeatable(group)
+            manager.begin_backward(group)
+
+        return self._mark(result, on_backward)
+
+    def _note_snapshot(self, before: RunSnapshot, group: Group) -> bool:
+        """Note, for the recording of the run that has ended, whether the layer may run again. Return it."""
+        is_repeatable = before.is_unchanged()
+        if not is_repeatable:  # such as batch norm, which counts what it has seen
+            self._saved_tensors.not_repeatable(group)
+        else:
+            self._before = before.state
+        return is_repeatable
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the hidden states among the arguments of the layer."""
@@ -210,8 +236,17 @@ class LayerBoundary:
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._checkpoint is None:
-            return self._inner(*args, **kwargs)
+            if self._saved_tensors.active_recorder is None:
+                return self._inner(*args, **kwargs)
+            before = RunSnapshot(self._reader, args, kwargs)
+            result = self._inner(*args, **kwargs)
+            self._note_snapshot(before, group)
+            return result
         ranges = self._manager.ranges
+        others = [one for one in (*args, *kwargs.values()) if not _needs_gradient(one)]
+        checked = self._saved_tensors.checks.run(
+            self.layer, f"layer {self.layer}", self._reader.read(others), sees_saved=False, forked=self._options.forked
+        )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             again = in_backward()
@@ -219,7 +254,7 @@ class LayerBoundary:
                 ranges.storage("recompute", group) if again else nullcontext(),
                 self._saved_tensors.untouched(observed=not again),
             ):
-                return self._inner(*args, **kwargs)
+                return checked(self._inner, *args, **kwargs)
 
         # Tensors that need no gradient (masks, rotary angles) stay on the device anyway.
         function, tensors = of_tensors_alone(run, args, kwargs, _needs_gradient)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.swap.engine.handle import Group, Handle, check_version
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.recompute import PLAIN, Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
+from megatron.swap.engine.recomputed_run import RunChecks
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.engine.wrapper_tensors import WrapperRules, apart
@@ -121,6 +123,7 @@ class SavedTensors:
 
     Attributes:
         footprint: counts the bytes that layers save.
+        checks: compares layers that run again in backward with their forward.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class SavedTensors:
         wrappers: WrapperRules | None = None,
     ) -> None:
         self.footprint = FootprintMeter()
+        self.checks = RunChecks(manager.device, self.unwatched, partial(self.untouched, observed=False))
         self.recomputer = recomputer
         self.manager = manager
         self.device = device
@@ -170,7 +174,7 @@ class SavedTensors:
             self._recorder.inputs(group.label, tensors)
 
     def not_repeatable(self, group: Group) -> None:
-        """Record that a layer has changed its inputs or its buffers, so that it must not run again."""
+        """Record that a layer has changed what it reads, or that this changed before its backward: it must run once."""
         if self._recorder is not None and self._recorder.is_on:
             self._recorder.not_repeatable(group.label)
 
@@ -251,6 +255,12 @@ class SavedTensors:
     def counting(self) -> AbstractContextManager[Any]:
         """Return a context in which what the present hooks hold is counted: a checkpoint's, while it recomputes."""
         return nullcontext() if self.observer is None else self.observer.counting()
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context in which nobody who watches the running layer sees operators."""
+        if self.recomputer is None or self.recomputer.unwatched is None:
+            return nullcontext()
+        return self.recomputer.unwatched()
 
     def _unpack_unwatched(self, packed: Packed) -> torch.Tensor:
         """Return the same as ``unpack``. Who watches a layer sees nothing of it: it may take a gradient itself."""

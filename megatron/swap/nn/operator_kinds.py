@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -18,6 +18,12 @@ CHEAP = {
 }  # fmt: skip
 """Operators beside those with one of ``CHEAP_TAGS``. They read and write memory, and multiply no matrices."""
 PRODUCTS = {aten.addmm, aten.baddbmm, aten.bmm, aten.mm}
+ATOMICS = {
+    aten._embedding_bag, aten._index_put_impl_, aten.bincount, aten.cumsum, aten.histc, aten.index_add, aten.index_add_,
+    aten.index_put, aten.index_put_, aten.index_reduce, aten.index_reduce_, aten.put, aten.put_, aten.scatter_add,
+    aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
+}  # fmt: skip
+"""Operators that PyTorch lists as not deterministic on a GPU: https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"""
 CHEAP_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 UNREPEATABLE_TAGS = {
     torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise, torch.Tag.dynamic_output_shape,
@@ -70,6 +76,13 @@ def _kind_of(func: Any) -> Kind:
         return Kind.PRODUCT
     is_cheap = func.overloadpacket in CHEAP or bool(tags & CHEAP_TAGS)
     return Kind.CHEAP if is_cheap and not tags & UNREPEATABLE_TAGS else Kind.OTHER
+
+
+def has_atomics(operators: Iterable[Any]) -> bool:
+    """Whether results of ``operators`` may differ in their last bits on a GPU."""
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    return any(getattr(func, "overloadpacket", None) in ATOMICS for func in operators)
 
 
 def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -26,6 +26,7 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine.producer_records import of_tensors_alone
 from megatron.swap.engine.recompute import PLAIN, Recomputer
 from megatron.swap.native.operator_following import Following
+from megatron.swap.nn.last_saved import Flow, Saved, last_saved
 from megatron.swap.nn.module_boundary import tensors_in
 from megatron.swap.nn.operator_following import OperatorSequence, followed, uncompiled
 from megatron.swap.nn.operator_kinds import REPEATABLE, Kind, kind_of, producer_of, written
@@ -46,6 +47,7 @@ class OperatorOrder:
         recorded: positions of operators that were recorded when all were wanted.
         in_cpp: C++ was to see them.
         num_modes: dispatch modes that were active around the layer. With others operators may do something else.
+        last_saved: numbers of the saved tensors from which no other is computed.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -55,6 +57,7 @@ class OperatorOrder:
     recorded: set[int] = field(default_factory=set)
     in_cpp: bool = False
     num_modes: int = 0
+    last_saved: frozenset[int] = frozenset()
 
     def position(self, number: int) -> int:
         """Return the position of the operator that makes output ``number``."""
@@ -138,16 +141,31 @@ class OperatorWatch(Operators):
         super().__init__(recomputer, tensors, in_cpp)
         self.order = OperatorOrder(in_cpp=self.in_cpp, num_modes=_len_torch_dispatch_stack())
         self._num_outputs = 0
+        self._num_given = self._num_before
+        self._flows: list[Flow] = []
+        self._saved: list[Saved] = []
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """See a tensor that autograd saves."""
+        number = self.number(tensor)
+        layout = () if number is None else (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._saved.append(Saved(number, layout))
+
+    def end(self) -> OperatorOrder:
+        """Return the order, once the layer has run."""
+        self.order.last_saved = last_saved(self._flows, self._saved, self._num_given)
+        return self.order
 
     @uncompiled
     def ran(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         kind, order = kind_of(func), self.order
         if kind is Kind.IGNORED:
             return
-        for tensor in tensors_in((args, options)):
-            self.number(tensor)
+        reads = self._numbers_of((args, options))
+        writes = set()
         for tensor in written(func, args, options) if kind is Kind.WRITES else ():
             if (number := self.number(tensor)) is not None:
+                writes.add(number)
                 order.last_write[number] = len(order.operators)
         order.operators.append(func)
         order.firsts.append(self._num_outputs)
@@ -155,6 +173,10 @@ class OperatorWatch(Operators):
         for tensor in tensors_in(result):
             self._make(tensor, self._num_outputs)
             self._num_outputs += 1
+        self._flows.append(Flow(reads, self._numbers_of(result) | writes))
+
+    def _numbers_of(self, value: Any) -> frozenset[int]:
+        return frozenset(number for tensor in tensors_in(value) if (number := self.number(tensor)) is not None)
 
 
 class OperatorFollower(Operators):

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.autotune.target import Output, PlanTarget, RunParts
-from megatron.swap.autotune.training_steps import TrainingSteps
+from megatron.swap.autotune.training_steps import TrainingSteps, read_checks
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Infeasible
@@ -118,6 +118,7 @@ class PlannedActivations(SwappedActivations):
         # Before all other hooks: the step that is over must have ended when they see the next one.
         hook = self._model.register_forward_pre_hook(self._forward_begins, prepend=True)
         self._undo += [hook.remove, self._steps.watch_optimizers([self._model])]
+        self._undo.append(read_checks(self._saved_tensors.checks, [self._model]))
 
     def _observed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -175,6 +176,8 @@ class PlannedActivations(SwappedActivations):
         if not self._planned.is_known:
             self._learn_order(self._auto)
         self._recorder.step_ended(number + 1)
+        for line in self._saved_tensors.checks.take_lines():
+            self._log(line)
         rescues = self._manager.guard.take_rescues()
         self._rescues += rescues
         short_bytes = max((rescue.short_bytes for rescue in rescues), default=0)
@@ -248,6 +251,7 @@ class PlannedActivations(SwappedActivations):
             return
         with ExitStack() as whatever_fails:
             whatever_fails.callback(super().close)
+            whatever_fails.callback(self._saved_tensors.checks.read)
             if self._auto is not None:
                 if self._steps.number:
                     whatever_fails.callback(self._auto.finish)

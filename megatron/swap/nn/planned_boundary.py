@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from types import NoneType
 from typing import Any, NoReturn
@@ -22,13 +23,15 @@ from megatron.swap.engine.handle import Alias, Group
 from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.producer_records import version_probe_of
 from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.recomputed_run import seeing_saved
+from megatron.swap.engine.run_snapshot import RunSnapshot
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.nn.alike_runs import AlikeRuns, kind_of
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
+from megatron.swap.nn.operator_kinds import has_atomics
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
 from megatron.swap.nn.operator_repeats import RepeatedRuns
-from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
 @dataclass(frozen=True)
@@ -170,18 +173,16 @@ class PlannedBoundary(ModuleBoundary):
             if self._checkpoint is not None:
                 return self._run_checkpointed(group, args, kwargs)
             return self._run_recorded(args, kwargs)
-        before = RunSnapshot(self.module, args, kwargs)
+        before = RunSnapshot(self._reader, args, kwargs)
         if self._checkpoint is not None:
             result = self._run_checkpointed(group, args, kwargs)
         else:
             result = self._run_recorded(args, kwargs)
-        is_repeatable = before.is_unchanged()
+        is_repeatable = self._note_snapshot(before, group)
         if self._like:
             if not is_repeatable:
                 self._refuse_measuring()
             self._saved_tensors.is_like(group, self._like)
-        elif not is_repeatable:  # such as batch norm, which counts what it has seen
-            self._saved_tensors.not_repeatable(group)
         if self._kind is not None and not self._like:
             if not is_repeatable or not self._inputs_in(args, kwargs):
                 self._alike.refuse(self._kind)
@@ -204,7 +205,7 @@ class PlannedBoundary(ModuleBoundary):
             return self._inner(*args, **kwargs)
         order = self._orders.get(self._nth)
         if order is None or self.is_first_step:
-            return self._run_watched(recomputer, args, kwargs)
+            return self._run_watched(recomputer, *args, **kwargs)
         assert self._sources is not None  # noted as the layer was called
         follower: OperatorFollower
         if self._repeats.is_repeating:
@@ -240,17 +241,17 @@ class PlannedBoundary(ModuleBoundary):
     def _tensors_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         return [*self._constants, *_tensors([args, kwargs])]
 
-    def _run_watched(self, recomputer: Recomputer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_watched(self, recomputer: Recomputer, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and learn the order of its operators."""
         before = self._orders.get(self._nth)
         in_cpp = type(self.module) not in self._alike.unseen
-        with OperatorWatch(recomputer, self._tensors_before(args, kwargs), in_cpp) as watch:
+        with OperatorWatch(recomputer, self._tensors_before(args, kwargs), in_cpp) as watch, seeing_saved(watch.saves):
             result = self._inner(*args, **kwargs)
         if not watch.saw_all:
             self._alike.unseen.add(type(self.module))
             self._orders.pop(self._nth, None)
             return result
-        order = self._orders[self._nth] = watch.order
+        order = self._orders[self._nth] = watch.end()
         if before is not None and before.operators == order.operators:
             order.last_write |= {number: at for number, at in before.last_write.items() if at == inf}
         for tensor in (*_tensors([args, kwargs]), *tensors_in(result)):  # the model may change them
@@ -283,24 +284,31 @@ class PlannedBoundary(ModuleBoundary):
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _is_input(leaf, hidden)]
         inputs = [leaves[i] for i in indices]
         others = [None if i in indices else leaf for i, leaf in enumerate(leaves)]
-        versions = versions_of(list(_tensors(others)))
         # Else the first run under a plan would have to watch, and to keep what single operators have made.
         must_watch = self._like and self._has_operators and self._nth not in self._orders
         watcher = self._saved_tensors.recomputer if must_watch else None
         # The checkpoint restores the random numbers of the devices of its arguments: there is always one on this.
-        on_device = torch.empty(0, device=self._saved_tensors.device)
+        device = self._saved_tensors.device
+        on_device = torch.empty(0, device=device)
+        order, name = self._orders.get(self._nth), f"layer {self.layer} ({type(self.module).__name__})"
+        checked = self._saved_tensors.checks.run(
+            (self.module, self._nth), name, self._reader.read(one for one in others if one is not None),
+            saved=None if order is None else order.last_saved, sees_saved=True,
+            is_exact=device.type != "cuda" or order is None or not has_atomics(order.operators),
+            forked=_forked_random_states(device),
+        )  # fmt: skip
 
         def run(_: torch.Tensor, *tensors: torch.Tensor) -> Any:
-            check_unchanged(versions, type(self.module).__name__)
             full = list(others)
             for i, tensor in zip(indices, tensors, strict=True):
                 full[i] = tensor
             again_args, again_kwargs = _pytree.tree_unflatten(full, structure)
             work = self._manager.ranges.storage("recompute", group) if in_backward() else nullcontext()
+            inner = self._inner
             if watcher is not None and not in_backward():
-                return self._run_watched(watcher, again_args, again_kwargs)
+                inner = partial(self._run_watched, watcher)
             with work:
-                return self._inner(*again_args, **again_kwargs)
+                return checked(inner, *again_args, **again_kwargs)
 
         contexts = lambda: (nullcontext(), self._saved_tensors.counting())  # noqa: E731
         return checkpoint(run, on_device, *inputs, use_reentrant=False, context_fn=contexts)
@@ -317,6 +325,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
     elif type(value) not in (NoneType, bool, int, float, str):
         yield from (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _forked_random_states(device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
+    """Return what makes a context behind which random states are as before it; ``None``: a dry run has none."""
+    if device.type == "meta":
+        return None
+    return partial(torch.random.fork_rng, [] if device.type == "cpu" else [device], device_type=device.type)
 
 
 def _is_input(tensor: torch.Tensor, hidden: Any) -> bool:

@@ -100,6 +100,7 @@ class Recorder:
         self._called_with: dict[str, list[tuple[Reference, int]]] = {}
         self._unsaved: dict[PassKey, list[tuple[Reference, int]]] = {}
         self._shared: list[Reference] = []
+        self._once: set[PassKey] = set()  # runs that must not run again
         self._last_forward: PassKey | None = None
         self._is_evaluating = False
         self._gradients.forget()
@@ -146,6 +147,12 @@ class Recorder:
         notes = self._notes
         while notes[-1].what is not What.STEP:
             notes.pop()
+        for note in notes:
+            storage = note.details.get("storage")
+            if isinstance(storage, SavedStorage) and storage.pass_key in self._once:
+                storage.is_input = False
+        # What the layer does not save itself, it would have to save to run again.
+        notes = [note for note in notes if note.what is not What.INPUTS or note.details["storage"].is_input]
         first = notes[0].mark
         events = tuple(
             Event(
@@ -300,10 +307,9 @@ class Recorder:
             self._called_with[label] = [(weakref.ref(storage), storage.nbytes()) for storage in unique]
 
     def not_repeatable(self, label: str) -> None:
-        """Note that the run ``label`` must not run twice, because it has changed its inputs or the layer's buffers."""
-        self._called_with.pop(label, None)
-        for tracked in self._saved_in_run.get(self._runs[label], ()):
-            tracked.record.is_input = False
+        """Note that the run ``label`` must not run again: what it reads has changed, in the run or before backward."""
+        if (run := self._runs.get(label)) is not None:  # ``None``: its forward was before the recording
+            self._once.add(run)
 
     def is_like(self, label: str, others: tuple[int, ...]) -> None:
         """Note that the run ``label`` saves what layers ``others`` saved in this forward, and runs in a checkpoint."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.autotune.target import Output, RunParts
+from megatron.swap.autotune.training_steps import read_checks
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import SwapError, UsageError
@@ -145,6 +146,7 @@ class ModelSwap:
                 parts.boundaries.install(chunk, config.modules, ends_in_loss=ends_in_loss)
                 if self.auto is not None:
                     self.auto.watch(chunk)
+            self._undo.append(read_checks(parts.engine.saved_tensors.checks, chunks))
 
     def _observed(self, chunk: nn.Module) -> Callable[..., Any]:
         """Return the forward of ``chunk`` in contexts that count and record the tensors saved outside its layers."""
@@ -260,6 +262,9 @@ class ModelSwap:
         if self._profiler is not None:
             self._profiler.step_ended(iteration)
         if parts is not None:
+            checks = parts.engine.saved_tensors.checks
+            checks.read()  # before a checkpoint; Megatron has waited for this backward already, to clip its gradients
+            self._console.say_here(checks.take_lines())
             parts.recorder.step_ended(iteration + 1)
         if auto is not None:
             auto.step_ended(iteration, step.short_bytes, step.num_alloc_retries)
@@ -306,6 +311,7 @@ class ModelSwap:
             if parts is not None:
                 last_first.callback(parts.tier.close)
                 last_first.callback(parts.manager.drain)
+                last_first.callback(parts.engine.saved_tensors.checks.read)
             elif self.run_device.is_made:
                 last_first.callback(self.run_device.device.close)
             last_first.callback(self._uninstall)

@@ -20,6 +20,7 @@ from megatron.swap.autotune import workload_profiler
 from megatron.swap.common.plan import Infeasible, load_plan
 from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine.recomputed_run import RecomputedRunError
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.nn import planned_activations, planned_boundary
 from megatron.swap.planner.profile import Link, load_profile
@@ -75,7 +76,7 @@ def test_dropout_is_restored() -> None:
 def test_dropout_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False)
     monkeypatch.setattr(planned_boundary, "checkpoint", planted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(RecomputedRunError):
         assert_planned(encoder, tokens, (0.3,))
 
 

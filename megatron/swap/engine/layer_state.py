@@ -1,0 +1,416 @@
+"""What a layer may read beside its arguments, and whether it is the same when the layer runs again.
+
+A layer reads the dictionaries of its modules (attributes, parameters, buffers, submodules, hooks), the attributes of
+its classes, and what these hold, to a bounded depth. Numbers and strings count by value, tensors by
+identity and version, arrays and generators by contents, all else by identity. Globals, closures, iterators and changes
+that no version counts are not seen: checksums find those (``recomputed_run.py``).
+
+An entry that was replaced is put back while the layer runs again. What was changed in place cannot be.
+"""
+
+from __future__ import annotations
+
+import array
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_s
+
+MAX_DEPTH = 4
+"""Containers and objects inside each other, from an attribute of a module on."""
+MAX_ITEMS = 4096
+"""Of a longer container the length counts alone."""
+MAX_BYTES = 1 << 20
+"""A larger array is not compared."""
+
+ATOMS = frozenset(
+    {
+        NoneType, bool, int, float, complex, str, bytes, range, slice, type(...), type, FunctionType, MethodType,
+        BuiltinFunctionType, ModuleType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
+    }
+)  # fmt: skip
+"""Types whose objects never change. Two of them that are equal are the same."""
+LIBRARIES = frozenset(
+    {
+        "torch", "numpy", "builtins", "collections", "functools", "weakref", "threading", "logging", "megatron",
+        "transformer_engine",
+    }
+)  # fmt: skip
+"""Packages whose objects are not looked into, unless they are modules."""
+GLOBAL_HOOKS = [value for name, value in vars(torch_s).items() if name.startswith("_global_") and name.endswith("hooks")]
+
+Attributes = Callable[[nn.Module], Collection[str] | None]
+"""Returns the attributes of a module that count; ``None``: all. The layer's checkpoint handles others."""
+
+
+class Change(NamedTuple):
+    """A difference. ``where`` names it, from the layer on; ``old``: the dictionary's contents then; ``None``: it cannot
+    be put back.
+    """
+
+    where: str
+    owner: Any
+    old: dict[Any, Any] | None
+
+
+class _Entries(NamedTuple):
+    """Contents of a dictionary."""
+
+    owner: Mapping[Any, Any]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+    path: str
+
+    def is_current(self) -> bool:
+        owner, values = self.owner, self.values
+        return len(owner) == len(values) and all(map(is_, owner.values(), values)) and all(map(is_, owner, self.keys))
+
+
+class _Items(NamedTuple):
+    """Contents of a list, a set or a queue."""
+
+    owner: Collection[Any]
+    items: tuple[Any, ...]
+    path: str
+
+    def is_current(self) -> bool:
+        return len(self.owner) == len(self.items) and all(map(is_, self.owner, self.items))
+
+
+class _Raw(NamedTuple):
+    """An object whose contents ``read`` returns, for a comparison."""
+
+    owner: Any
+    read: Callable[[Any], Any]
+    path: str
+
+
+@dataclass
+class _Structure:
+    """Everything that is read, with the contents of dictionaries and sequences.
+
+    Attributes:
+        empties: containers that were empty, of which a layer has a hundred; with their paths.
+        versioned, unversioned: tensors, with their paths.
+    """
+
+    entries: list[_Entries] = field(default_factory=list)
+    items: list[_Items] = field(default_factory=list)
+    empties: list[Collection[Any]] = field(default_factory=list)
+    empty_paths: list[str] = field(default_factory=list)
+    versioned: list[torch.Tensor] = field(default_factory=list)
+    version_paths: list[str] = field(default_factory=list)
+    unversioned: list[torch.Tensor] = field(default_factory=list)
+    raw: list[_Raw] = field(default_factory=list)
+
+    def is_current(self) -> bool:
+        """Whether all dictionaries and sequences have the contents that they had: tens of us for a layer."""
+        if any(map(len, self.empties)):
+            return False
+        return all(one.is_current() for one in self.entries) and all(one.is_current() for one in self.items)
+
+
+class LayerState:
+    """What a layer reads, as it was when a run of it began.
+
+    Args:
+        structures: what it is.
+        on_change: called when it is found to be something else now.
+
+    Attributes:
+        has_uncounted: it reads tensors whose changes nobody counts (inference tensors).
+    """
+
+    def __init__(self, structures: Iterable[_Structure], on_change: Callable[[], None]) -> None:
+        self._structures = tuple(structures)
+        self._on_change = on_change
+        self._versions = [[tensor._version for tensor in one.versioned] for one in self._structures]
+        self._raw = [[raw.read(raw.owner) for raw in one.raw] for one in self._structures]
+        self.has_uncounted = any(one.unversioned for one in self._structures)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that are read."""
+        for one in self._structures:
+            yield from one.versioned
+
+    def can_be_put_back(self) -> bool:
+        """Whether everything is as it was, or can be put back while the layer runs again."""
+        return all(change.old is not None for change in self.changes())
+
+    def changes(self) -> list[Change]:
+        """Return what is different now."""
+        found: list[Change] = []
+        for one, versions, raw in zip(self._structures, self._versions, self._raw, strict=True):
+            if not one.is_current():
+                found += _changed_entries(one)
+                self._on_change()  # else the reader would hold what was replaced until the next forward
+            if [tensor._version for tensor in one.versioned] != versions:
+                rows = zip(one.versioned, versions, one.version_paths, strict=True)
+                found += [Change(path, tensor, None) for tensor, was, path in rows if tensor._version != was]
+            found += [
+                Change(leaf.path, leaf.owner, None)
+                for leaf, was in zip(one.raw, raw, strict=True) if leaf.read(leaf.owner) != was
+            ]  # fmt: skip
+        return found
+
+
+class StateReader:
+    """Reads the state of one layer. As long as nothing is replaced, only versions and contents are read again.
+
+    Args:
+        module: the layer.
+        attributes: those of its modules that count.
+    """
+
+    def __init__(self, module: nn.Module, attributes: Attributes = lambda _: None) -> None:
+        self._module = module
+        self._attributes = attributes
+        self._structure: _Structure | None = None
+
+    def read(self, arguments: Iterable[Any] = ()) -> LayerState:
+        """Return the present state.
+
+        Args:
+            arguments: of the run that begins; tensors among them, and objects, count as attributes do.
+        """
+        structure = self._structure
+        if structure is None or not structure.is_current():
+            structure = self._structure = self._renewed(structure) or self._walk()
+        given = [one for one in arguments if type(one) not in ATOMS]
+        if not given:
+            return LayerState([structure], self._forget)
+        walk = _Walk(self._module)
+        for one in given:
+            walk.add(one, "an argument", 0)
+        return LayerState([structure, walk.structure], self._forget)
+
+    def _forget(self) -> None:
+        self._structure = None
+
+    def _walk(self) -> _Structure:
+        walk = _Walk(self._module)
+        for path, module in self._module.named_modules():
+            walk.add_module(module, path, self._attributes(module))
+        for hooks in GLOBAL_HOOKS:
+            walk.add(hooks, "the hooks of all modules", 0)
+        return walk.structure
+
+    def _renewed(self, structure: _Structure | None) -> _Structure | None:
+        """Return the structure if only numbers and such were replaced, as a counter is; ``None``: walk again."""
+        if structure is None or any(map(len, structure.empties)) or not all(i.is_current() for i in structure.items):
+            return None
+        entries = list(structure.entries)
+        for place, one in enumerate(entries):
+            if one.is_current():
+                continue
+            values = tuple(one.owner.values())
+            if len(values) != len(one.values) or not all(map(is_, one.owner, one.keys)):
+                return None
+            if any(now is not was and not _are_atoms(now, was) for now, was in zip(values, one.values, strict=True)):
+                return None
+            entries[place] = one._replace(values=values)
+        return replace(structure, entries=entries)
+
+
+class _Walk:
+    """Finds what a layer reads. Modules outside the layer are not looked into."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.structure = _Structure()
+        self._seen: set[int] = set()
+        self._own = {id(one) for one in layer.modules()}
+
+    def add_module(self, module: nn.Module, path: str, names: Collection[str] | None) -> None:
+        """Add a module of the layer at ``path``: these of its attributes, and its class."""
+        start = f"{path}." if path else ""
+        self._add_entries(vars(module) if names is None else _Some(vars(module), names), start, -1)
+        for kind in type(module).__mro__:
+            if kind.__module__.partition(".")[0] not in LIBRARIES and id(kind) not in self._seen:
+                self._seen.add(id(kind))
+                self._add_entries(vars(kind), f"{kind.__name__}.", 0)
+
+    def add(self, value: Any, path: str, depth: int) -> None:
+        """Add ``value``, and what it holds."""
+        kind = type(value)
+        if kind in ATOMS or id(value) in self._seen or depth > MAX_DEPTH:
+            return
+        self._seen.add(id(value))
+        found = self.structure
+        if isinstance(value, torch.Tensor):
+            if value.is_inference():
+                found.unversioned.append(value)
+            else:
+                found.versioned.append(value)
+                found.version_paths.append(path)
+        elif isinstance(value, (dict, list, set, deque)):
+            self._add_container(value, path, depth)
+        elif isinstance(value, (tuple, frozenset)):
+            for item in value if len(value) <= MAX_ITEMS else ():
+                self.add(item, path, depth + 1)
+        elif (read := _reader_of(value)) is not None:
+            found.raw.append(_Raw(value, read, path))
+        elif isinstance(value, nn.Module):
+            return  # its own entries are added, or it is outside the layer
+        elif kind.__module__.partition(".")[0] not in LIBRARIES:
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict):
+                self._add_entries(attributes, f"{path}.", depth)
+            for name in _slots_of(kind):
+                self.add(getattr(value, name, None), f"{path}.{name}", depth + 1)
+
+    def _add_container(self, value: Any, path: str, depth: int) -> None:
+        if not value:
+            self.structure.empties.append(value)
+            self.structure.empty_paths.append(path)
+        elif len(value) > MAX_ITEMS:
+            self.structure.raw.append(_Raw(value, len, path))
+        elif isinstance(value, dict):
+            self._add_entries(value, f"{path}.", depth)
+        else:
+            items = tuple(value)
+            self.structure.items.append(_Items(value, items, path))
+            for item in items:
+                self.add(item, path, depth + 1)
+
+    def _add_entries(self, owner: Mapping[Any, Any], start: str, depth: int) -> None:
+        keys, values = tuple(owner), tuple(owner.values())
+        self.structure.entries.append(_Entries(owner, keys, values, start))
+        for key, value in zip(keys, values, strict=True):
+            if type(value) not in ATOMS:
+                self.add(value, f"{start}{key}", depth + 1)
+
+
+class _Some(Mapping[Any, Any]):
+    """A view of some entries of a dictionary."""
+
+    def __init__(self, of: dict[Any, Any], names: Collection[str]) -> None:
+        self.of = of
+        self.names = names
+
+    def __iter__(self) -> Iterator[Any]:
+        return (name for name in self.names if name in self.of)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.of[key]
+
+
+def _changed_entries(structure: _Structure) -> Iterator[Change]:
+    for one in structure.entries:
+        if not one.is_current():
+            yield from _differences(one)
+    for items in structure.items:
+        if not items.is_current() and not _are_same(tuple(items.owner), items.items):
+            yield Change(items.path, items.owner, None)
+    for owner, path in zip(structure.empties, structure.empty_paths, strict=True):
+        if owner:
+            yield Change(path, owner, {} if isinstance(owner, dict) else None)
+
+
+def _differences(one: _Entries) -> Iterator[Change]:
+    was = dict(zip(one.keys, one.values, strict=True))
+    names = [
+        key for key in {**was, **one.owner}
+        if key not in was or key not in one.owner or not _are_same(one.owner[key], was[key])
+    ]  # fmt: skip
+    if not names:
+        return
+    path, owner = one.path + ", ".join(map(str, names)), one.owner
+    if isinstance(owner, _Some):
+        owner = owner.of
+        was |= {key: value for key, value in owner.items() if key not in one.owner}
+    yield Change(path, owner, was if isinstance(owner, dict) else None)
+
+
+@contextmanager
+def put_back(changes: Sequence[Change]) -> Iterator[None]:
+    """Return a context in which the dictionaries of ``changes`` have their earlier contents; all can be put back."""
+    now = []
+    for change in changes:
+        assert change.old is not None
+        now.append((change.owner, dict(change.owner)))
+        _set_contents(change.owner, change.old)
+    try:
+        yield
+    finally:
+        for owner, contents in now:
+            _set_contents(owner, contents)
+
+
+def _set_contents(owner: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    if owner.keys() == contents.keys():
+        owner.update(contents)
+    else:  # the order of hooks counts
+        owner.clear()
+        owner.update(contents)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, or equal and of types that never change, or containers of such."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) in ATOMS:
+        return bool(one == other) or one != one
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_same(one[key], other[key]) for key in one)
+    if isinstance(one, (set, frozenset)):
+        return bool(one == other)
+    read = _reader_of(one)
+    return read is not None and bool(read(one) == read(other))
+
+
+def _are_atoms(one: Any, other: Any) -> bool:
+    return type(one) in ATOMS and type(other) in ATOMS
+
+
+def _reader_of(value: Any) -> Callable[[Any], Any] | None:
+    """Return a function that reads what may change in ``value``; ``None``: it has nothing of the kind."""
+    if isinstance(value, (np.ndarray, array.array, bytearray, memoryview)):
+        num_bytes = value.nbytes if isinstance(value, (np.ndarray, memoryview)) else len(value)
+        return _bytes_of if num_bytes <= MAX_BYTES else None
+    if isinstance(value, torch.Generator):
+        return _state_of
+    if isinstance(value, random.Random):
+        return random.Random.getstate
+    if isinstance(value, np.random.Generator):
+        return _bit_state_of
+    if isinstance(value, np.random.RandomState):
+        return _numpy_state_of
+    return None
+
+
+def _bytes_of(value: Any) -> Any:
+    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else bytes(value)
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
+
+
+def _bit_state_of(generator: np.random.Generator) -> str:
+    return repr(generator.bit_generator.state)
+
+
+def _numpy_state_of(generator: np.random.RandomState) -> str:
+    return repr(generator.get_state(legacy=False))
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    for one in kind.__mro__:
+        slots = one.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots

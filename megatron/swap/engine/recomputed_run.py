@@ -1,0 +1,376 @@
+"""Layers that run again in backward: nothing that they compute differently trains silently.
+
+Before a layer runs again, what it reads is compared with its forward: attributes, parameters, hooks and the context are
+put back where they were replaced, and a change in place is refused (``layer_state.py``, ``run_context.py``). While it
+runs again, fingerprints of what it computes are compared with those of forward, on the device, without a wait of the
+host. That finds what no comparison of attributes sees: globals, closures, iterators, a kernel of one's own.
+
+What is compared is the result, where a checkpoint computes it again (Megatron's). PyTorch's stops a layer as soon as it
+has all saved tensors. Then those are compared from which no other is computed (``nn/last_saved.py``): a difference in
+any other shows in them. In each forward one layer, in turn, is compared in all that it saves.
+
+The first time that a layer runs again, it runs twice. If both runs differ, its kernels are not deterministic (atomic
+additions). Such a layer is compared within a tolerance, and a line says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.swap.common.types import SwapError, UsageError
+from megatron.swap.devices.base import Device, Event
+from megatron.swap.engine.checksum import fingerprint, parts_of, sums
+from megatron.swap.engine.layer_state import LayerState, put_back
+from megatron.swap.engine.run_context import RunContext
+
+LEAST_TOLERANCE = 2.0**-13
+"""Of fp32, in which a layer's atomic additions were seen to differ by up to 1e-5 of the norm."""
+WAY_OUT = (
+    "Let it read what its arguments, parameters, buffers and attributes hold, and change none of these between forward "
+    "and backward; or swap layers without a budget, which runs no layer again."
+)
+
+
+class RecomputedRunError(SwapError):
+    """A layer that ran again in backward computed something else than in forward."""
+
+
+@dataclass
+class _Known:
+    """What is known of a run of a layer, over all steps.
+
+    Attributes:
+        index: of its flag.
+        name: of the layer, for messages.
+        num_runs: its forwards so far.
+        is_tried: it has run twice in a backward.
+        is_exact: its kernels are deterministic, as far as is known.
+    """
+
+    index: int
+    name: str
+    num_runs: int = 0
+    is_tried: bool = False
+    is_exact: bool = True
+
+
+class Prints:
+    """Fingerprints of tensors, in their order.
+
+    Args:
+        wanted: numbers of the tensors that have one; ``None``: all.
+        is_exact: of all bytes.
+        is_loose: of values, for a comparison within a tolerance.
+        unwatched: as in ``RunChecks``.
+
+    Attributes:
+        kinds: shape and dtype of each tensor.
+    """
+
+    def __init__(
+        self,
+        wanted: Collection[int] | None,
+        unwatched: Callable[[], AbstractContextManager[Any]],
+        *,
+        is_exact: bool,
+        is_loose: bool,
+    ) -> None:
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self.is_exact, self.is_loose = is_exact, is_loose
+        self._wanted = wanted
+        self._unwatched = unwatched
+        self._exact: list[torch.Tensor] = []
+        self._loose: list[tuple[torch.Tensor, float]] = []  # sums of values, and the tolerance of their dtype
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Take the next tensor."""
+        number = len(self.kinds)
+        self.kinds.append((tensor.shape, tensor.dtype))
+        if self._wanted is not None and number not in self._wanted:
+            return
+        with self._unwatched(), torch.no_grad():
+            for part in parts_of(tensor):
+                if self.is_exact:
+                    self._exact.append(fingerprint(part))
+                if self.is_loose and part.is_floating_point():
+                    self._loose.append((sums(part), tolerance_of(part.dtype)))
+
+    def differ(self, other: Prints) -> torch.Tensor | None:
+        """Return whether any byte differs: 0-D bool, on the device; ``None``: there are no fingerprints."""
+        if not self._exact:
+            return None
+        if [one.shape for one in self._exact] != [one.shape for one in other._exact]:
+            return torch.ones((), dtype=torch.bool, device=self._exact[0].device)
+        mine, others = (one[0] if len(one) == 1 else torch.cat(one) for one in (self._exact, other._exact))
+        return (mine != others).any()
+
+    def are_far(self, other: Prints) -> torch.Tensor | None:
+        """Return whether values differ by more than the tolerance, as ``differ``."""
+        far = [
+            ~((one - another).norm() <= tolerance * another.norm())
+            for (one, tolerance), (another, _) in zip(
+                ((one.nan_to_num(), tolerance) for one, tolerance in self._loose),
+                ((one.nan_to_num(), tolerance) for one, tolerance in other._loose), strict=True,
+            )
+        ]  # fmt: skip
+        return torch.stack(far).any() if far else None
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return by how much the sums of values may differ, relative to their norm, where kernels are not deterministic."""
+    return max(4 * torch.finfo(dtype).eps, LEAST_TOLERANCE)
+
+
+class RunChecks:
+    """The comparisons of all layers of a model.
+
+    Args:
+        device: where they run.
+        unwatched: makes a context whose operators nobody counts who watches those of the layer.
+        untouched: makes a context in which saved tensors are kept.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        unwatched: Callable[[], AbstractContextManager[Any]],
+        untouched: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.unwatched = unwatched
+        self.untouched = untouched
+        self._device = device
+        self._known: dict[Hashable, _Known] = {}
+        self._lines: list[str] = []
+        self._flags: torch.Tensor | None = None  # one for each run of a layer, on the device: it has differed
+        self._on_host: torch.Tensor | None = None
+        self._copied: Event | None = None  # the flags of an earlier backward have arrived in ``_on_host``
+        self._compared: Event | None = None  # the last comparison is done, and not copied yet
+
+    def run(
+        self,
+        key: Hashable,
+        name: str,
+        state: LayerState,
+        *,
+        saved: Collection[int] | None = None,
+        sees_saved: bool,
+        is_exact: bool = True,
+        forked: Callable[[], AbstractContextManager[None]] | None,
+    ) -> CheckedRun:
+        """Return what runs a layer in forward and in backward.
+
+        Args:
+            key: names the run among those of a forward.
+            name: of the layer, for messages.
+            state: what the layer reads.
+            saved: numbers of the saved tensors that are compared in each run; ``None``: all.
+            sees_saved: saved tensors are compared, not the result.
+            is_exact: no kernel of the layer is known not to be deterministic.
+            forked: makes a context behind which random states are as before it; ``None``: the layer cannot run twice.
+        """
+        known = self._known.setdefault(key, _Known(len(self._known), name))
+        if known.is_exact and not is_exact:
+            self.is_not_deterministic(known)
+        is_turn = known.num_runs % len(self._known) == known.index
+        known.num_runs += 1
+        return CheckedRun(self, known, state, None if is_turn else saved, sees_saved, forked)
+
+    def take_lines(self) -> list[str]:
+        """Return the lines to say since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def is_not_deterministic(self, known: _Known) -> None:
+        """Compare within a tolerance from now on, and say so."""
+        known.is_exact = False
+        self._lines.append(
+            f"{known.name}: two runs with the same inputs differ, because its kernels are not deterministic (atomic "
+            "additions, for example): it is compared within a tolerance, and gradients vary as without swapping"
+        )
+
+    def flag(self, known: _Known, differs: torch.Tensor | None) -> None:
+        """Note on the device that a comparison has failed, if it has."""
+        if differs is None:
+            return
+        if self._flags is None or known.index >= len(self._flags):
+            more = torch.zeros(len(self._known), dtype=torch.bool, device=differs.device)
+            self._flags = more if self._flags is None else torch.cat([self._flags, more])
+        self._flags[known.index].logical_or_(differs)
+        self._compared = self._device.record(self._device.current_stream())
+
+    def before_step(self) -> None:
+        """Read the flags before an optimizer steps, if they are there: of this backward, or of the one before it.
+
+        Raises:
+            RecomputedRunError: a layer has computed something else than in forward.
+        """
+        if self._compared is None:
+            return
+        self._finish()
+        is_done = self._device.has_passed(self._compared)
+        self._copy()
+        if is_done:  # the host has waited for the backward already, for a norm or a loss
+            self._finish()
+
+    def read(self) -> None:
+        """Read the flags of all backwards so far. Waits for the device.
+
+        Raises:
+            RecomputedRunError: as ``before_step``.
+        """
+        self._finish()
+        if self._compared is not None:
+            self._copy()
+            self._finish()
+
+    def _copy(self) -> None:
+        assert self._flags is not None
+        if self._on_host is None or len(self._on_host) != len(self._flags):
+            self._on_host = torch.empty(self._flags.shape, dtype=torch.bool, pin_memory=self._flags.is_cuda)
+        self._on_host.copy_(self._flags, non_blocking=True)
+        self._copied, self._compared = self._device.record(self._device.current_stream()), None
+
+    def _finish(self) -> None:
+        copied, self._copied = self._copied, None
+        if copied is None:
+            return
+        self._device.finish(copied)  # ``_on_host`` is read by the host
+        assert self._on_host is not None
+        if self._on_host.any():
+            names = [known.name for known in self._known.values() if self._on_host[known.index]]
+            raise RecomputedRunError(
+                f"{', '.join(names)}: it ran again in backward and computed something else than in forward, so the "
+                "gradients of the last steps are wrong. It is no pure function: it reads what cannot be compared (a "
+                f"global, a closure, an iterator), or runs a function that was replaced. {WAY_OUT}"
+            )
+
+
+@dataclass
+class CheckedRun:
+    """One run of a layer: in forward, and again in backward. Made by ``RunChecks.run``, whose arguments these are."""
+
+    checks: RunChecks
+    known: _Known
+    state: LayerState
+    saved: Collection[int] | None
+    sees_saved: bool
+    forked: Callable[[], AbstractContextManager[None]] | None
+    context: RunContext = field(default_factory=RunContext.now)
+    first: Prints | None = None
+    is_over: bool = False
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the layer by ``function``: its forward, in every call.
+
+        Raises:
+            UsageError: it runs again, and what it reads was changed in place.
+            RecomputedRunError: it computes something else, and that is known already.
+        """
+        known = self.known
+        if self.first is None:
+            self.first = self._prints(is_exact=known.is_exact, is_loose=not (known.is_tried and known.is_exact))
+            result = self._printed(self.first, function, args, kwargs)
+            self.is_over = True
+            return result
+        if not self.is_over:  # a gradient is taken within the layer's forward
+            return function(*args, **kwargs)
+        changes = self.state.changes()
+        if stuck := [change.where for change in changes if change.old is None]:
+            raise UsageError(f"{known.name} runs again in backward, but {stuck[0]} changed since forward. {WAY_OUT}")
+        with self.context.restored(), put_back(changes):
+            return self._again(self.first, function, args, kwargs)
+
+    def _prints(self, *, is_exact: bool, is_loose: bool) -> Prints:
+        return Prints(self.saved, self.checks.unwatched, is_exact=is_exact, is_loose=is_loose)
+
+    def _again(self, first: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trial = None
+        if not self.known.is_tried and self.forked is not None:
+            trial = self._prints(is_exact=True, is_loose=False)
+            # Gradients are for who takes one in the layer's forward. The graph is gone before the second run begins.
+            with self.forked(), self.checks.untouched() if self.sees_saved else torch.no_grad():
+                self._printed(trial, function, args, kwargs)
+        again = self._prints(is_exact=first.is_exact, is_loose=first.is_loose)
+        try:
+            result = self._printed(again, function, args, kwargs)
+        except Exception:  # a checkpoint ends a run this way, once it has all saved tensors
+            if len(again.kinds) == len(first.kinds):
+                self._compare(first, again, trial)
+            raise
+        self._compare(first, again, trial)
+        return result
+
+    def _printed(
+        self, prints: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.sees_saved:
+            with seeing_saved(prints.add):
+                return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        _add_result(prints, result)
+        return result
+
+    def _compare(self, first: Prints, again: Prints, trial: Prints | None) -> None:
+        known, checks = self.known, self.checks
+        if first.kinds != again.kinds:
+            raise self._error()
+        if not known.is_tried:
+            self._try(first, again, trial)
+        elif known.is_exact and first.is_exact:
+            checks.flag(known, again.differ(first))
+        else:
+            checks.flag(known, again.are_far(first))
+
+    def _try(self, first: Prints, again: Prints, trial: Prints | None) -> None:
+        """Compare the first run in a backward with forward, and with a second run. Waits for the device, this once."""
+        known = self.known
+        known.is_tried = True
+        if not known.is_exact:
+            if _is_true(again.are_far(first)):
+                raise self._error()
+            return
+        is_other = _is_true(again.differ(first))
+        has_varied = is_other if trial is None else _is_true(again.differ(trial))
+        if has_varied and not _is_true(again.are_far(first)):
+            self.checks.is_not_deterministic(known)
+        elif is_other:
+            raise self._error()
+
+    def _error(self) -> RecomputedRunError:
+        return RecomputedRunError(
+            f"{self.known.name} ran again in backward and computed something else than in forward. It is no pure "
+            "function: it reads what cannot be compared (a global, a closure, an iterator), or a function changed. "
+            f"{WAY_OUT}"
+        )
+
+
+def _is_true(flag: torch.Tensor | None) -> bool:
+    return flag is not None and bool(flag)
+
+
+def _add_result(prints: Prints, result: Any) -> None:
+    for one in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(one, torch.Tensor):
+            prints.add(one)
+
+
+@contextmanager
+def seeing_saved(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Return a context in which ``see`` gets each tensor that autograd saves, before the hooks that are active now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        raise SwapError("no hooks for saved tensors are active.")
+    pack, unpack = hooks
+
+    def seen(tensor: torch.Tensor) -> Any:
+        see(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, unpack):
+        yield
+

@@ -1,0 +1,174 @@
+"""Switches and modes of PyTorch around a run of a layer: what is computed depends on them, so a second run gets them.
+
+Autograd runs a backward outside the ``with`` blocks of its forward. So a layer that runs again in backward would choose
+another attention kernel than in forward, or compute in another precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+OUR_PACKAGE = __name__.rpartition(".engine.")[0]
+
+
+class Switch(NamedTuple):
+    """A setting of PyTorch. ``name`` stands in messages."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+def _native(name: str, getter: str, setter: str) -> list[Switch]:
+    """Return the switch of two functions of PyTorch, if this version has both."""
+    get, put = getattr(torch._C, getter, None), getattr(torch._C, setter, None)
+    return [] if get is None or put is None else [Switch(name, get, put)]
+
+
+def _precisions() -> list[Switch]:
+    """Return the precisions of fp32 operations. From 2.9 on reading the older switches may be an error."""
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):
+        return [
+            *_native("float32_matmul_precision", "_get_float32_matmul_precision", "_set_float32_matmul_precision"),
+            *_native("cuda.matmul.allow_tf32", "_get_cublas_allow_tf32", "_set_cublas_allow_tf32"),
+            *_native("cudnn.allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+        ]
+    operations = ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv")
+    return [
+        Switch(
+            f"{backend}.{operation}.fp32_precision",
+            partial(torch._C._get_fp32_precision_getter, backend, operation),
+            partial(torch._C._set_fp32_precision_setter, backend, operation),
+        )
+        for backend, operation in operations
+    ]
+
+
+def _deterministic() -> Switch:
+    return Switch(
+        "deterministic algorithms",
+        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
+        lambda on: torch._C._set_deterministic_algorithms(on[0], warn_only=on[1]),
+    )
+
+
+def _autocast(device_type: str) -> Switch:
+    def put(state: tuple[bool, torch.dtype]) -> None:
+        torch.set_autocast_enabled(device_type, state[0])
+        torch.set_autocast_dtype(device_type, state[1])
+
+    get = lambda: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))  # noqa: E731
+    return Switch(f"autocast of {device_type}", get, put)
+
+
+SWITCHES: tuple[Switch, ...] = (
+    *_native("flash attention", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    *_native("flash attention 3", "_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
+    *_native("memory-efficient attention", "_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    *_native("attention in single operators", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+    *_native("cuDNN's attention", "_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    *_native("attention of other backends", "_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    *_native("order of attention kernels", "_get_sdp_priority_order", "_set_sdp_priority_order"),
+    *_native(
+        "math_sdp_allow_fp16_bf16_reduction",
+        "_get_math_sdp_allow_fp16_bf16_reduction",
+        "_set_math_sdp_allow_fp16_bf16_reduction",
+    ),
+    Switch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    *_precisions(),
+    *_native("cudnn.enabled", "_get_cudnn_enabled", "_set_cudnn_enabled"),
+    *_native("cudnn.benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    *_native("cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    *_native("mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    _deterministic(),
+    _autocast("cuda"),
+    _autocast("cpu"),
+    Switch("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
+
+
+class RunContext(NamedTuple):
+    """Values of ``SWITCHES``, and the active modes, outermost first. Modes of this package do not count."""
+
+    values: tuple[Any, ...]
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> RunContext:
+        """Return the present context. It takes about 4 us."""
+        return cls(
+            tuple([switch.get() for switch in SWITCHES]),
+            tuple(_others(_get_current_function_mode_stack())),
+            tuple(_others(_get_current_dispatch_mode_stack())),
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Return a context in which this one holds again.
+
+        Modes are pushed without ``__enter__``, which may reset them.
+        """
+        now = RunContext.now()
+        if now == self:
+            yield
+            return
+        changed = [
+            (switch, before, after)
+            for switch, before, after in zip(SWITCHES, self.values, now.values, strict=True) if before != after
+        ]  # fmt: skip
+        for switch, before, _ in changed:
+            switch.set(before)
+        try:
+            with (
+                _replaced(FUNCTION_MODES, now.function_modes, self.function_modes),
+                _replaced(DISPATCH_MODES, now.dispatch_modes, self.dispatch_modes),
+            ):
+                yield
+        finally:
+            for switch, _, after in changed:
+                switch.set(after)
+
+
+def _others(modes: list[Any]) -> list[Any]:
+    return [mode for mode in modes if not type(mode).__module__.startswith(OUR_PACKAGE)]
+
+
+class _Stack(NamedTuple):
+    """A stack of modes of PyTorch."""
+
+    length: Callable[[], int]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+
+
+FUNCTION_MODES = _Stack(
+    torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
+)
+DISPATCH_MODES = _Stack(torch._C._len_torch_dispatch_stack, _pop_mode, _push_mode)
+
+
+@contextmanager
+def _replaced(stack: _Stack, now: tuple[Any, ...], wanted: tuple[Any, ...]) -> Iterator[None]:
+    """Return a context with the modes ``wanted`` in place of ``now``. Those of this package stay innermost."""
+    if len(now) == len(wanted) and all(map(is_, now, wanted)):
+        yield
+        return
+    before = [stack.pop() for _ in range(stack.length())]  # innermost first
+    for mode in (*wanted, *(mode for mode in reversed(before) if not _others([mode]))):
+        stack.push(mode)
+    try:
+        yield
+    finally:
+        for _ in range(stack.length()):
+            stack.pop()
+        for mode in reversed(before):
+            stack.push(mode)
