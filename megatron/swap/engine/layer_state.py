@@ -46,7 +46,7 @@ LIBRARIES = frozenset(
     }
 )  # fmt: skip
 """Packages whose objects are not looked into, unless they are modules."""
-GLOBAL_HOOKS = [value for name, value in vars(torch_s).items() if name.startswith("_global_") and name.endswith("hooks")]
+GLOBAL_HOOKS = [value for name, value in vars(torch_s).items() if name.startswith("_global_") and "hooks" in name]
 
 Attributes = Callable[[nn.Module], Collection[str] | None]
 """Returns the attributes of a module that count; ``None``: all. The layer's checkpoint handles others."""
