@@ -8,8 +8,12 @@ from typing import Any
 
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine import recomputed_run
 from megatron.swap.engine.handle import Alias
+from megatron.swap.engine.layer_state import LayerState
 from megatron.swap.engine.offload import Offloader
+from megatron.swap.engine.recomputed_run import CheckedRun, RunChecks
+from megatron.swap.engine.run_snapshot import RunSnapshot
 
 
 class _NoTime:
@@ -40,9 +44,53 @@ def never_ends() -> None:
     Offloader.end_forward = wait  # type: ignore[method-assign]
 
 
+def no_snapshot() -> None:
+    """What a layer reads is never found to have changed."""
+    LayerState.changes = lambda *_: []  # type: ignore[method-assign,assignment,return-value]
+    RunSnapshot.is_unchanged = lambda *_: True  # type: ignore[method-assign,assignment,return-value]
+
+
+def no_checksum() -> None:
+    """Nothing that a layer computes again is compared."""
+    CheckedRun._compare = lambda *_: None  # type: ignore[method-assign,assignment,return-value]
+
+
+def checksum_of_a_part() -> None:
+    """Only the first half of a tensor is compared."""
+    whole = recomputed_run.fingerprint
+    recomputed_run.fingerprint = lambda tensor: whole(tensor.reshape(-1)[: tensor.numel() // 2])  # type: ignore[assignment]
+
+
+def checksum_without_places() -> None:
+    """A sum of all bytes is compared: elements may change places."""
+    whole = recomputed_run.fingerprint
+    recomputed_run.fingerprint = lambda tensor: whole(tensor).sum().reshape(1)  # type: ignore[assignment]
+
+
+def flags_unread() -> None:
+    """Nobody reads what comparisons on the device have found."""
+    RunChecks.before_step = RunChecks.read = lambda *_: None  # type: ignore[method-assign,assignment,return-value]
+
+
+def never_in_turn() -> None:
+    """Of what a layer saves, nothing is compared but what it saves last."""
+    run = RunChecks.run
+
+    def without_turn(self: RunChecks, *arguments: Any, **options: Any) -> Any:
+        checked = run(self, *arguments, **options)
+        checked.saved = options.get("saved")
+        return checked
+
+    RunChecks.run = without_turn  # type: ignore[method-assign,assignment]
+
+
 PLANTED: dict[str, Callable[[], None]] = {
-    fault.__name__: fault for fault in (uses_before_arrival, copies_overtake, late_writes_unseen, never_ends)
-}
+    fault.__name__: fault
+    for fault in (
+        uses_before_arrival, copies_overtake, late_writes_unseen, never_ends, no_snapshot, no_checksum,
+        checksum_of_a_part, checksum_without_places, flags_unread, never_in_turn,
+    )
+}  # fmt: skip
 
 
 def plant(name: str) -> None:

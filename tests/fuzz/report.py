@@ -18,6 +18,10 @@ DID = {
 """Figure → what a case did in which it is not 0."""
 
 
+KINDS = {
+    "megatron": "random Megatron models", "modules": "swap.activations on random modules",
+    "impure": "layers that are no pure functions, within a budget",
+}  # fmt: skip
 MOVES = ("reloaded_bytes", "recomputed_bytes", "rescues", "optimizer_bytes")
 """Figures of which one is not 0 wherever anything was offloaded and brought back, or recomputed."""
 
@@ -75,7 +79,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     """Return the contents of the result file."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        what = "swap.activations on random modules" if row["kind"] == "modules" else "random Megatron models"
+        what = KINDS[row["kind"]]
         ranks = f", {row['ranks']} ranks over gloo" if row["ranks"] > 1 else ", one process"
         groups.setdefault(what + ranks, []).append(row)
     facts = machine.facts()

@@ -19,7 +19,7 @@ from typing import Any
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", required=True, choices=("megatron", "modules"))
+    parser.add_argument("--kind", required=True, choices=("megatron", "modules", "impure"))
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
@@ -48,6 +48,10 @@ def _runner(asked: argparse.Namespace) -> Any:
         from tests.fuzz.module_case import run_seed
 
         return run_seed
+    if asked.kind == "impure":
+        from tests.fuzz.impure_case import run_seed as run_impure
+
+        return run_impure
     import torch
 
     from tests.fuzz.megatron_case import megatron_case

@@ -9,6 +9,7 @@ from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.oom_guard import OomGuard
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.recomputed_run import RunChecks
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.settings import EngineSettings, Instruments
 from megatron.swap.memory.tiers.base import Tier
@@ -49,9 +50,11 @@ def build_engine(
     """
     settings, instruments = settings or EngineSettings(), instruments or Instruments()
     manager = SwapManager(device, tier, policy, settings, instruments, guard)
-    recomputer = None
+    checks, recomputer = RunChecks(device), None
     if settings.recomputes:
         recorder = instruments.recorder
-        recomputer = Recomputer(device, manager.decider, manager.counters, manager.ranges, settings.verify, recorder)
-    saved_tensors = SavedTensors(manager, device.torch_device, recomputer, instruments, settings.wrappers)
+        recomputer = Recomputer(
+            device, manager.decider, manager.counters, manager.ranges, checks, settings.verify, recorder
+        )
+    saved_tensors = SavedTensors(manager, device.torch_device, recomputer, checks, instruments, settings.wrappers)
     return Engine(manager, saved_tensors, recomputer)

@@ -244,7 +244,7 @@ class LayerBoundary:
             return result
         ranges = self._manager.ranges
         others = [one for one in (*args, *kwargs.values()) if not _needs_gradient(one)]
-        checked = self._saved_tensors.checks.run(
+        checked = self._saved_tensors.checked_run(
             self.layer, f"layer {self.layer}", self._reader.read(others), sees_saved=False, forked=self._options.forked
         )
 

@@ -66,11 +66,6 @@ class SwapManager:
         self.reload = Reloader(state, self._evictions, instruments.observer)
 
     @property
-    def device(self) -> Device:
-        """The device of the layers."""
-        return self._state.device
-
-    @property
     def counters(self) -> Counters:
         """Counts of copies and waits since the start."""
         return self._state.counters

@@ -35,6 +35,7 @@ from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_recording import LayerRecording, Packing, Sources, Undecided
 from megatron.swap.engine.producer_records import Chain, ProducerRecord, of_tensors_alone, run_again
 from megatron.swap.engine.recompute_spec import RecomputeSpec
+from megatron.swap.engine.recomputed_run import RunChecks
 from megatron.swap.planner.recording import TRIAL
 
 PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -60,6 +61,7 @@ class Recomputer:
         device: provides the streams.
         decider: reports whether the policy recomputes a producer's output.
         counters, ranges: count the work, and name it for a profiler.
+        checks: compares one recomputed storage in each forward.
         verify: compare checksums of every recomputed storage.
         recorder: notes every new spec.
 
@@ -75,6 +77,7 @@ class Recomputer:
         decider: Decider,
         counters: Counters,
         ranges: Ranges,
+        checks: RunChecks,
         verify: bool = False,
         recorder: SpecRecorder | None = None,
     ) -> None:
@@ -85,6 +88,7 @@ class Recomputer:
         self._decider = decider
         self._counters = counters
         self._ranges = ranges
+        self._checks = checks
         self._verify = verify
         self._recorder = recorder
         self._recording: LayerRecording | None = None
@@ -269,6 +273,7 @@ class Recomputer:
         assert storage is not None
         if self._verify:
             spec.checksum = checksum(bytes_of(storage))
+        spec.fingerprint = self._checks.print_in_turn(site, number, storage)
         recording.specs[storage._cdata] = spec
         recording.records.pop(storage._cdata, None)  # a repeated run has its records elsewhere
         return spec
@@ -418,6 +423,8 @@ class Recomputer:
                     self._ranges.arrived(spec, storage)
                 del inputs
                 self._check(spec, storage)
+                if spec.fingerprint is not None:
+                    self._checks.check_in_turn(spec.fingerprint, storage)
                 self._counters.num_recomputed += 1
             spec.storage, spec.stream = storage, stream
         spec.num_unpacked += 1

@@ -10,6 +10,7 @@ from megatron.swap.common.types import Site
 from megatron.swap.devices.base import Stream
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.producer_records import ProducerRecord
+from megatron.swap.engine.recomputed_run import Print
 
 
 class RecomputeSpec:
@@ -25,13 +26,14 @@ class RecomputeSpec:
         output: the storage of forward, while it is alive.
         version_probe: detects in-place changes of ``output``.
         storage, stream: the recomputed storage and its stream, from the first until the last unpack of a backward.
+        checksum, fingerprint: of the storage in forward; ``None``: it is not compared.
         num_packed: number of saved tensors on the storage.
         num_unpacked: how many of them were unpacked since the storage was recomputed.
     """
 
     __slots__ = (
-        "__weakref__", "checksum", "depth", "fallback", "function", "group", "inputs", "num_bytes", "num_packed",
-        "num_unpacked", "number", "output", "site", "storage", "stream", "version_probe",
+        "__weakref__", "checksum", "depth", "fallback", "fingerprint", "function", "group", "inputs", "num_bytes",
+        "num_packed", "num_unpacked", "number", "output", "site", "storage", "stream", "version_probe",
     )  # fmt: skip
 
     def __init__(self, site: Site, group: Group, record: ProducerRecord, number: int = 0) -> None:
@@ -46,6 +48,7 @@ class RecomputeSpec:
         self.output = record.output
         self.version_probe = record.version_probe
         self.checksum: torch.Tensor | None = None
+        self.fingerprint: Print | None = None
         self.storage: torch.UntypedStorage | None = None
         self.stream: Stream | None = None
         self.num_packed = 0

@@ -7,10 +7,11 @@ host. That finds what no comparison of attributes sees: globals, closures, itera
 
 What is compared is the result, where a checkpoint computes it again (Megatron's). PyTorch's stops a layer as soon as it
 has all saved tensors. Then those are compared from which no other is computed (``nn/last_saved.py``): a difference in
-any other shows in them. In each forward one layer, in turn, is compared in all that it saves.
+any other shows in them. In each forward one layer, in turn, is compared in all that it saves, and one of the storages
+that are recomputed by themselves: all of them would take 2 % of a step.
 
-The first time that a layer runs again, it runs twice. If both runs differ, its kernels are not deterministic (atomic
-additions). Such a layer is compared within a tolerance, and a line says so.
+The first time that a layer runs again, it runs twice. If both runs differ by rounding, its kernels are not
+deterministic (atomic additions of a GPU). Such a layer is compared within a tolerance, and a line says so.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron.swap.common.types import SwapError, UsageError
-from megatron.swap.devices.base import Device, Event
+from megatron.swap.common.types import Site, SwapError, UsageError
+from megatron.swap.devices.base import Device, Event, bytes_of
 from megatron.swap.engine.checksum import fingerprint, parts_of, sums
 from megatron.swap.engine.layer_state import LayerState, put_back
 from megatron.swap.engine.run_context import RunContext
 
 LEAST_TOLERANCE = 2.0**-13
-"""Of fp32, in which a layer's atomic additions were seen to differ by up to 1e-5 of the norm."""
+"""Of fp32, whose sums may be rounded in each of thousands of additions."""
+NO_PURE_FUNCTION = (
+    "It is no pure function: it reads what cannot be compared (a global, a closure, an iterator), or calls a function "
+    "that was replaced."
+)
 WAY_OUT = (
     "Let it read what its arguments, parameters, buffers and attributes hold, and change none of these between forward "
     "and backward; or swap layers without a budget, which runs no layer again."
@@ -46,13 +51,15 @@ class _Known:
 
     Attributes:
         index: of its flag.
-        name: of the layer, for messages.
+        turn: in which of its forwards all of it is compared, modulo the number of those that take turns.
+        name: of the layer or site, for messages.
         num_runs: its forwards so far.
         is_tried: it has run twice in a backward.
         is_exact: its kernels are deterministic, as far as is known.
     """
 
     index: int
+    turn: int
     name: str
     num_runs: int = 0
     is_tried: bool = False
@@ -66,7 +73,7 @@ class Prints:
         wanted: numbers of the tensors that have one; ``None``: all.
         is_exact: of all bytes.
         is_loose: of values, for a comparison within a tolerance.
-        unwatched: as in ``RunChecks``.
+        unwatched: as in ``Contexts``.
 
     Attributes:
         kinds: shape and dtype of each tensor.
@@ -126,25 +133,42 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return max(4 * torch.finfo(dtype).eps, LEAST_TOLERANCE)
 
 
+class Print(NamedTuple):
+    """The fingerprint of a recomputed storage in forward."""
+
+    known: _Known
+    sums: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """What makes contexts.
+
+    Attributes:
+        unwatched: operators in it are not counted as the running layer's.
+        untouched: saved tensors are kept.
+    """
+
+    unwatched: Callable[[], AbstractContextManager[Any]]
+    untouched: Callable[[], AbstractContextManager[Any]]
+
+
 class RunChecks:
     """The comparisons of all layers of a model.
 
     Args:
         device: where they run.
-        unwatched: makes a context whose operators nobody counts who watches those of the layer.
-        untouched: makes a context in which saved tensors are kept.
+
+    Attributes:
+        may_vary: kernels of the device may give other bits each time.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        unwatched: Callable[[], AbstractContextManager[Any]],
-        untouched: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self.unwatched = unwatched
-        self.untouched = untouched
+    def __init__(self, device: Device) -> None:
+        self.may_vary = device.torch_device.type != "cpu"
         self._device = device
         self._known: dict[Hashable, _Known] = {}
+        self._sites: dict[tuple[Site, int], _Known] = {}
+        self._num_known = 0
         self._lines: list[str] = []
         self._flags: torch.Tensor | None = None  # one for each run of a layer, on the device: it has differed
         self._on_host: torch.Tensor | None = None
@@ -161,6 +185,7 @@ class RunChecks:
         sees_saved: bool,
         is_exact: bool = True,
         forked: Callable[[], AbstractContextManager[None]] | None,
+        contexts: Contexts,
     ) -> CheckedRun:
         """Return what runs a layer in forward and in backward.
 
@@ -172,13 +197,37 @@ class RunChecks:
             sees_saved: saved tensors are compared, not the result.
             is_exact: no kernel of the layer is known not to be deterministic.
             forked: makes a context behind which random states are as before it; ``None``: the layer cannot run twice.
+            contexts: for what is compared.
         """
-        known = self._known.setdefault(key, _Known(len(self._known), name))
+        known, is_turn = self._turn(self._known, key, name)
         if known.is_exact and not is_exact:
             self.is_not_deterministic(known)
-        is_turn = known.num_runs % len(self._known) == known.index
+        return CheckedRun(self, known, state, None if is_turn else saved, sees_saved, forked, contexts)
+
+    def print_in_turn(self, site: Site, number: int, storage: torch.UntypedStorage) -> Print | None:
+        """Return the fingerprint of ``storage``, which is recomputed, if it is its turn: one storage in each forward.
+
+        Args:
+            number: of the function in the chain of ``site``.
+        """
+        known, is_turn = self._turn(self._sites, (site, number), str(site))
+        if not is_turn or storage.device.type == "meta":
+            return None
+        return Print(known, fingerprint(bytes_of(storage)))
+
+    def check_in_turn(self, first: Print, storage: torch.UntypedStorage) -> None:
+        """Compare ``storage`` with the one that ``first`` was made from."""
+        self.flag(first.known, (fingerprint(bytes_of(storage)) != first.sums).any())
+
+    def _turn(self, of: dict[Any, _Known], key: Hashable, name: str) -> tuple[_Known, bool]:
+        """Return what is known of ``key``, and whether it is its turn among the others that it stands with."""
+        known = of.get(key)
+        if known is None:
+            known = of[key] = _Known(self._num_known, len(of), name)
+            self._num_known += 1
+        is_turn = known.num_runs % len(of) == known.turn
         known.num_runs += 1
-        return CheckedRun(self, known, state, None if is_turn else saved, sees_saved, forked)
+        return known, is_turn
 
     def take_lines(self) -> list[str]:
         """Return the lines to say since the last call."""
@@ -198,7 +247,7 @@ class RunChecks:
         if differs is None:
             return
         if self._flags is None or known.index >= len(self._flags):
-            more = torch.zeros(len(self._known), dtype=torch.bool, device=differs.device)
+            more = torch.zeros(self._num_known, dtype=torch.bool, device=differs.device)
             self._flags = more if self._flags is None else torch.cat([self._flags, more])
         self._flags[known.index].logical_or_(differs)
         self._compared = self._device.record(self._device.current_stream())
@@ -242,11 +291,12 @@ class RunChecks:
         self._device.finish(copied)  # ``_on_host`` is read by the host
         assert self._on_host is not None
         if self._on_host.any():
-            names = [known.name for known in self._known.values() if self._on_host[known.index]]
+            everything = (*self._known.values(), *self._sites.values())
+            flags = self._on_host.tolist() + [False] * self._num_known
+            names = [known.name for known in everything if flags[known.index]]
             raise RecomputedRunError(
-                f"{', '.join(names)}: it ran again in backward and computed something else than in forward, so the "
-                "gradients of the last steps are wrong. It is no pure function: it reads what cannot be compared (a "
-                f"global, a closure, an iterator), or runs a function that was replaced. {WAY_OUT}"
+                f"{', '.join(names)} ran again in backward and computed something else than in forward, so the last "
+                f"gradients are wrong. {NO_PURE_FUNCTION} {WAY_OUT}"
             )
 
 
@@ -260,6 +310,7 @@ class CheckedRun:
     saved: Collection[int] | None
     sees_saved: bool
     forked: Callable[[], AbstractContextManager[None]] | None
+    contexts: Contexts
     context: RunContext = field(default_factory=RunContext.now)
     first: Prints | None = None
     is_over: bool = False
@@ -286,14 +337,14 @@ class CheckedRun:
             return self._again(self.first, function, args, kwargs)
 
     def _prints(self, *, is_exact: bool, is_loose: bool) -> Prints:
-        return Prints(self.saved, self.checks.unwatched, is_exact=is_exact, is_loose=is_loose)
+        return Prints(self.saved, self.contexts.unwatched, is_exact=is_exact, is_loose=is_loose)
 
     def _again(self, first: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trial = None
         if not self.known.is_tried and self.forked is not None:
             trial = self._prints(is_exact=True, is_loose=False)
             # Gradients are for who takes one in the layer's forward. The graph is gone before the second run begins.
-            with self.forked(), self.checks.untouched() if self.sees_saved else torch.no_grad():
+            with self.forked(), self.contexts.untouched() if self.sees_saved else torch.no_grad():
                 self._printed(trial, function, args, kwargs)
         again = self._prints(is_exact=first.is_exact, is_loose=first.is_loose)
         try:
@@ -336,15 +387,14 @@ class CheckedRun:
             return
         is_other = _is_true(again.differ(first))
         has_varied = is_other if trial is None else _is_true(again.differ(trial))
-        if has_varied and not _is_true(again.are_far(first)):
+        if has_varied and self.checks.may_vary and not _is_true(again.are_far(first)):
             self.checks.is_not_deterministic(known)
         elif is_other:
             raise self._error()
 
     def _error(self) -> RecomputedRunError:
         return RecomputedRunError(
-            f"{self.known.name} ran again in backward and computed something else than in forward. It is no pure "
-            "function: it reads what cannot be compared (a global, a closure, an iterator), or a function changed. "
+            f"{self.known.name} ran again in backward and computed something else than in forward. {NO_PURE_FUNCTION} "
             f"{WAY_OUT}"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,11 @@ from megatron.swap.common.types import Action, Site
 from megatron.swap.engine.decider import is_ineligible
 from megatron.swap.engine.decision import CACHE, RECOMPUTE
 from megatron.swap.engine.handle import Group, Handle, check_version
+from megatron.swap.engine.layer_state import LayerState
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.recompute import PLAIN, Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
-from megatron.swap.engine.recomputed_run import RunChecks
+from megatron.swap.engine.recomputed_run import CheckedRun, Contexts, RunChecks
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.engine.wrapper_tensors import WrapperRules, apart
@@ -118,12 +119,12 @@ class SavedTensors:
         manager: offloads and reloads storages.
         device: tensors on other devices are kept as they are.
         recomputer: recomputes storages; ``None``: nothing is recomputed.
+        checks: compares layers that run again in backward with their forward.
         instruments: count and record saved tensors.
         wrappers: the wrapper tensors that are taken apart; ``None``: all are kept whole.
 
     Attributes:
         footprint: counts the bytes that layers save.
-        checks: compares layers that run again in backward with their forward.
     """
 
     def __init__(
@@ -131,11 +132,13 @@ class SavedTensors:
         manager: SwapManager,
         device: torch.device,
         recomputer: Recomputer | None,
+        checks: RunChecks,
         instruments: Instruments,
         wrappers: WrapperRules | None = None,
     ) -> None:
         self.footprint = FootprintMeter()
-        self.checks = RunChecks(manager.device, self.unwatched, partial(self.untouched, observed=False))
+        self.checks = checks
+        self._check_contexts = Contexts(self.unwatched, partial(self.untouched, observed=False))
         self.recomputer = recomputer
         self.manager = manager
         self.device = device
@@ -150,6 +153,10 @@ class SavedTensors:
     def active_recorder(self) -> Recorder | None:
         """The recorder, while it is on."""
         return self._recorder if self._recorder is not None and self._recorder.is_on else None
+
+    def checked_run(self, key: Hashable, name: str, state: LayerState, **options: Any) -> CheckedRun:
+        """Return what runs a layer in forward and in backward; arguments as for ``RunChecks.run``."""
+        return self.checks.run(key, name, state, contexts=self._check_contexts, **options)
 
     def recording(
         self, layer: int, on_end: Callable[[Collection[int]], None] | None = None

@@ -291,7 +291,7 @@ class PlannedBoundary(ModuleBoundary):
         device = self._saved_tensors.device
         on_device = torch.empty(0, device=device)
         order, name = self._orders.get(self._nth), f"layer {self.layer} ({type(self.module).__name__})"
-        checked = self._saved_tensors.checks.run(
+        checked = self._saved_tensors.checked_run(
             (self.module, self._nth), name, self._reader.read(one for one in others if one is not None),
             saved=None if order is None else order.last_saved, sees_saved=True,
             is_exact=device.type != "cuda" or order is None or not has_atomics(order.operators),
