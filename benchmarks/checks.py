@@ -30,7 +30,7 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 
 STEPS = 6
 """On, then off. The first step after a change is not counted."""
-ROUNDS = 6
+ROUNDS = 4
 WARM_UP = 12
 """Steps of Megatron's trainer before the first change; its plan is given."""
 
