@@ -4,13 +4,15 @@
     python -m benchmarks.checks transformers --layers 16 --tokens 8192 --method 29.4
     python -m benchmarks.checks megatron FLAGS OF pretrain_gpt_swap.py
 
-One process trains under one plan. The comparisons are on for some steps, off for as many, on again, and so on. Every
-step ends with an idle GPU. The last line is JSON: the times of both kinds of steps, their medians and the ratio.
+One process trains under one plan. The comparisons are on for some steps, off for as many, on again, and so on. Each of
+these rows of steps ends with an idle GPU. The last line is JSON: the times of a step in each row, their medians and the
+ratio.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -28,9 +30,9 @@ from megatron.swap.engine.layer_state import StateReader
 from megatron.swap.engine.recomputed_run import RunChecks
 from megatron.swap.engine.saved_tensors import SavedTensors
 
-STEPS = 6
-"""On, then off. The first step after a change is not counted."""
-ROUNDS = 4
+STEPS = 5
+"""In a row, on, then off. Steps of a row run as in training: the host is ahead of the GPU."""
+ROUNDS = 12
 WARM_UP = 12
 """Steps of Megatron's trainer before the first change; its plan is given."""
 
@@ -41,7 +43,7 @@ class Switch:
     def __init__(self) -> None:
         self.is_on = True
         self.times: dict[bool, list[float]] = {True: [], False: []}
-        self._began: float | None = None
+        self._began = 0.0
         self._place = 0
         for owner, name, off in (
             (StateReader, "read", lambda *_: None),
@@ -56,30 +58,27 @@ class Switch:
         return lambda *args, **kwargs: (on if self.is_on else off)(*args, **kwargs)
 
     def step_ended(self) -> bool:
-        """Take the time of a step. Return whether all are taken."""
-        synchronize()
-        now = time.perf_counter()
-        if self._began is not None and self._place % STEPS:
-            self.times[self.is_on].append(round(1e3 * (now - self._began), 3))
-        self._place += self._began is not None
-        if self._place % STEPS == 0:
+        """Note that a step has ended, and after some take their time. Return whether all are taken."""
+        self._place += 1
+        if self._place % (STEPS + 1) == 1:  # the first one is not counted
+            synchronize()
+            self._began = time.perf_counter()
+        elif self._place % (STEPS + 1) == 0:
+            synchronize()
+            self.times[self.is_on].append(round(1e3 * (time.perf_counter() - self._began) / STEPS, 3))
             self.is_on = not self.is_on
-        self._began = time.perf_counter()
-        return self._place >= 2 * ROUNDS * STEPS
+        return self._place == 2 * ROUNDS * (STEPS + 1)
 
     def row(self) -> dict[str, Any]:
-        on, off = (sorted(self.times[is_on]) for is_on in (True, False))
-        medians = {"on_ms": _median(on), "off_ms": _median(off)}
-        ratio = {"ratio": round(medians["on_ms"] / medians["off_ms"], 5)} if on and off else {}
-        return {**medians, **ratio, "times_on_ms": self.times[True], "times_off_ms": self.times[False]}
+        on, off = self.times[True], self.times[False]
+        ratios = [one / other for one, other in zip(on, off, strict=True)]
+        row = {"on_ms": statistics.median(on), "off_ms": statistics.median(off)}
+        row |= {"ratio": round(statistics.median(ratios), 5), "ratio_of_means": round(sum(on) / sum(off), 5)}
+        return {**row, "times_on_ms": on, "times_off_ms": off}
 
 
 def _unchecked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-def _median(values: list[float]) -> float:
-    return round(values[len(values) // 2], 3) if values else 0.0
 
 
 def of_fingerprint() -> dict[str, Any]:
@@ -103,10 +102,13 @@ def of_transformers(arguments: list[str]) -> dict[str, Any]:
     options = any_model.parser().parse_args(arguments)
     model = model_of(options, torch.bfloat16).train()
     swapped = swap.activations(model.model, memory_gib=float(options.method), **SETTINGS)
+    assert isinstance(swapped, swap.PlannedActivations)
     tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
 
+    mask: dict[str, Any] = {"attention_mask": {"full_attention": None}} if options.prepared_mask else {}
+
     def step() -> None:
-        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden = model.model(input_ids=tokens, use_cache=False, **mask).last_hidden_state
         loss_of(model.lm_head, hidden, tokens).backward()
         model.zero_grad(set_to_none=False)
         swapped.step()
@@ -135,7 +137,7 @@ def of_megatron(arguments: list[str]) -> dict[str, Any]:
             switch.step_ended()
 
     register_optimizer_step_post_hook(stepped)
-    iterations = WARM_UP + 2 * ROUNDS * STEPS + 1
+    iterations = WARM_UP + 2 * ROUNDS * (STEPS + 1)
     sys.argv = ["pretrain_gpt_swap.py", *arguments, "--train-iters", str(iterations)]
     pretrain_gpt_swap.main()
     return {"flags": arguments, **switch.row()}

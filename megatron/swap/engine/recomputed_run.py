@@ -16,7 +16,9 @@ deterministic (atomic additions of a GPU). Such a layer is compared within a tol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+import functools
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,20 +52,20 @@ class _Known:
     """What is known of a run of a layer, over all steps.
 
     Attributes:
-        index: of its flag.
         turn: in which of its forwards all of it is compared, modulo the number of those that take turns.
         name: of the layer or site, for messages.
         num_runs: its forwards so far.
         is_tried: it has run twice in a backward.
         is_exact: its kernels are deterministic, as far as is known.
+        has_differed: whether a comparison has failed: 0-D bool, on the device; ``None``: there was none.
     """
 
-    index: int
     turn: int
     name: str
     num_runs: int = 0
     is_tried: bool = False
     is_exact: bool = True
+    has_differed: torch.Tensor | None = None
 
 
 class Prints:
@@ -91,7 +93,7 @@ class Prints:
         self.is_exact, self.is_loose = is_exact, is_loose
         self._wanted = wanted
         self._unwatched = unwatched
-        self._exact: list[torch.Tensor] = []
+        self._exact: dict[torch.device, list[torch.Tensor]] = {}
         self._loose: list[tuple[torch.Tensor, float]] = []  # sums of values, and the tolerance of their dtype
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -103,29 +105,34 @@ class Prints:
         with self._unwatched(), torch.no_grad():
             for part in parts_of(tensor):
                 if self.is_exact:
-                    self._exact.append(fingerprint(part))
+                    self._exact.setdefault(part.device, []).extend(fingerprint(part))
                 if self.is_loose and part.is_floating_point():
                     self._loose.append((sums(part), tolerance_of(part.dtype)))
 
     def differ(self, other: Prints) -> torch.Tensor | None:
-        """Return whether any byte differs: 0-D bool, on the device; ``None``: there are no fingerprints."""
-        if not self._exact:
-            return None
-        if [one.shape for one in self._exact] != [one.shape for one in other._exact]:
-            return torch.ones((), dtype=torch.bool, device=self._exact[0].device)
-        mine, others = (one[0] if len(one) == 1 else torch.cat(one) for one in (self._exact, other._exact))
-        return (mine != others).any()
+        """Return whether any byte differs: 0-D bool; ``None``: there are no fingerprints.
+
+        The kinds of both are equal, so the fingerprints have the same sizes.
+        """
+        return _any(
+            (torch.cat(mine) != torch.cat(other._exact[device])).any() for device, mine in self._exact.items()
+        )
 
     def are_far(self, other: Prints) -> torch.Tensor | None:
         """Return whether values differ by more than the tolerance, as ``differ``."""
-        far = [
+        return _any(
             ~((one - another).norm() <= tolerance * another.norm())
             for (one, tolerance), (another, _) in zip(
                 ((one.nan_to_num(), tolerance) for one, tolerance in self._loose),
                 ((one.nan_to_num(), tolerance) for one, tolerance in other._loose), strict=True,
             )
-        ]  # fmt: skip
-        return torch.stack(far).any() if far else None
+        )  # fmt: skip
+
+
+def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return whether one of ``flags`` is true; ``None``: there are none. Some may be on the CPU."""
+    found = [flag for flag in flags if flag is not None]
+    return functools.reduce(operator.or_, found) if found else None
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -168,10 +175,9 @@ class RunChecks:
         self._device = device
         self._known: dict[Hashable, _Known] = {}
         self._sites: dict[tuple[Site, int], _Known] = {}
-        self._num_known = 0
         self._lines: list[str] = []
-        self._flags: torch.Tensor | None = None  # one for each run of a layer, on the device: it has differed
-        self._on_host: torch.Tensor | None = None
+        self._read: list[_Known] = []  # whose flags are copied to the host
+        self._on_host: torch.Tensor | None = None  # their flags
         self._copied: Event | None = None  # the flags of an earlier backward have arrived in ``_on_host``
         self._compared: Event | None = None  # the last comparison is done, and not copied yet
 
@@ -213,18 +219,19 @@ class RunChecks:
         known, is_turn = self._turn(self._sites, (site, number), str(site))
         if not is_turn or storage.device.type == "meta":
             return None
-        return Print(known, fingerprint(bytes_of(storage)))
+        with torch.no_grad():
+            return Print(known, torch.cat(fingerprint(bytes_of(storage))))
 
     def check_in_turn(self, first: Print, storage: torch.UntypedStorage) -> None:
         """Compare ``storage`` with the one that ``first`` was made from."""
-        self.flag(first.known, (fingerprint(bytes_of(storage)) != first.sums).any())
+        with torch.no_grad():
+            self.flag(first.known, (torch.cat(fingerprint(bytes_of(storage))) != first.sums).any())
 
     def _turn(self, of: dict[Any, _Known], key: Hashable, name: str) -> tuple[_Known, bool]:
         """Return what is known of ``key``, and whether it is its turn among the others that it stands with."""
         known = of.get(key)
         if known is None:
-            known = of[key] = _Known(self._num_known, len(of), name)
-            self._num_known += 1
+            known = of[key] = _Known(len(of), name)
         is_turn = known.num_runs % len(of) == known.turn
         known.num_runs += 1
         return known, is_turn
@@ -246,10 +253,7 @@ class RunChecks:
         """Note on the device that a comparison has failed, if it has."""
         if differs is None:
             return
-        if self._flags is None or known.index >= len(self._flags):
-            more = torch.zeros(self._num_known, dtype=torch.bool, device=differs.device)
-            self._flags = more if self._flags is None else torch.cat([self._flags, more])
-        self._flags[known.index].logical_or_(differs)
+        known.has_differed = _any((known.has_differed, differs))
         self._compared = self._device.record(self._device.current_stream())
 
     def before_step(self) -> None:
@@ -278,10 +282,13 @@ class RunChecks:
             self._finish()
 
     def _copy(self) -> None:
-        assert self._flags is not None
-        if self._on_host is None or len(self._on_host) != len(self._flags):
-            self._on_host = torch.empty(self._flags.shape, dtype=torch.bool, pin_memory=self._flags.is_cuda)
-        self._on_host.copy_(self._flags, non_blocking=True)
+        everything = (*self._known.values(), *self._sites.values())
+        self._read = [known for known in everything if known.has_differed is not None]
+        device = self._device.torch_device
+        flags = torch.stack([known.has_differed.to(device, non_blocking=True) for known in self._read])  # type: ignore[union-attr]
+        if self._on_host is None or len(self._on_host) != len(flags):
+            self._on_host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=flags.is_cuda)
+        self._on_host.copy_(flags, non_blocking=True)
         self._copied, self._compared = self._device.record(self._device.current_stream()), None
 
     def _finish(self) -> None:
@@ -291,9 +298,7 @@ class RunChecks:
         self._device.finish(copied)  # ``_on_host`` is read by the host
         assert self._on_host is not None
         if self._on_host.any():
-            everything = (*self._known.values(), *self._sites.values())
-            flags = self._on_host.tolist() + [False] * self._num_known
-            names = [known.name for known in everything if flags[known.index]]
+            names = [known.name for known, flag in zip(self._read, self._on_host.tolist(), strict=True) if flag]
             raise RecomputedRunError(
                 f"{', '.join(names)} ran again in backward and computed something else than in forward, so the last "
                 f"gradients are wrong. {NO_PURE_FUNCTION} {WAY_OUT}"

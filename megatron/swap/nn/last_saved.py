@@ -6,15 +6,18 @@ forward's. These tensors take its place: each other saved tensor flows into one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+LEAST_SHARE = 8
+"""A storage shows in one that has at least its elements divided by this: sums and statistics hide what they sum."""
 
 
 class Flow(NamedTuple):
-    """An operator: the numbers of the storages that it reads, and of those that it makes or writes to."""
+    """An operator: how many elements it reads, and makes or writes, by the numbers of their storages."""
 
-    reads: frozenset[int]
-    makes: frozenset[int]
+    reads: Mapping[int, int]
+    makes: Mapping[int, int]
 
 
 class Saved(NamedTuple):
@@ -35,12 +38,12 @@ def last_saved(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) ->
     numbers = {one.number for one in saved if one.number is not None}
     shown: set[int] = set()  # storages that show in a saved tensor
     for reads, makes in reversed(flows):
-        if makes & numbers or makes & shown:
-            shown |= reads - makes
+        size = max((size for number, size in makes.items() if number in numbers or number in shown), default=0)
+        shown |= {number for number, read in reads.items() if number not in makes and read <= LEAST_SHARE * size}
     last = {number for number in numbers - shown if not -num_given <= number < 0}
-    for _, makes in flows:  # of results of one operator (attention's and its sums) one is enough
-        if together := makes & last:
-            last -= together if makes & shown else together - {min(together)}
+    for _, makes in flows:  # of results of one operator (attention's and its sums) the largest is enough
+        if together := makes.keys() & last:
+            last -= together if makes.keys() & shown else together - {max(together, key=makes.__getitem__)}
     found: dict[object, int] = {}
     for place, one in enumerate(saved):
         if one.number is None:

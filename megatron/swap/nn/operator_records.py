@@ -161,11 +161,11 @@ class OperatorWatch(Operators):
         kind, order = kind_of(func), self.order
         if kind is Kind.IGNORED:
             return
-        reads = self._numbers_of((args, options))
-        writes = set()
+        reads = self._sizes((args, options))
+        writes = {}
         for tensor in written(func, args, options) if kind is Kind.WRITES else ():
             if (number := self.number(tensor)) is not None:
-                writes.add(number)
+                writes[number] = tensor.numel()
                 order.last_write[number] = len(order.operators)
         order.operators.append(func)
         order.firsts.append(self._num_outputs)
@@ -173,10 +173,12 @@ class OperatorWatch(Operators):
         for tensor in tensors_in(result):
             self._make(tensor, self._num_outputs)
             self._num_outputs += 1
-        self._flows.append(Flow(reads, self._numbers_of(result) | writes))
+        self._flows.append(Flow(reads, self._sizes(result) | writes))
 
-    def _numbers_of(self, value: Any) -> frozenset[int]:
-        return frozenset(number for tensor in tensors_in(value) if (number := self.number(tensor)) is not None)
+    def _sizes(self, value: Any) -> dict[int, int]:
+        """Return the elements of the tensors in ``value``, by the numbers of their storages."""
+        numbered = ((self.number(tensor), tensor.numel()) for tensor in tensors_in(value))
+        return {number: size for number, size in numbered if number is not None}
 
 
 class OperatorFollower(Operators):
