@@ -32,7 +32,7 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 
 STEPS = 5
 """In a row, on, then off. Steps of a row run as in training: the host is ahead of the GPU."""
-ROUNDS = 12
+ROUNDS = 6
 WARM_UP = 12
 """Steps of Megatron's trainer before the first change; its plan is given."""
 

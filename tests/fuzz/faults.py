@@ -77,9 +77,7 @@ def never_in_turn() -> None:
     run = RunChecks.run
 
     def without_turn(self: RunChecks, *arguments: Any, **options: Any) -> Any:
-        checked = run(self, *arguments, **options)
-        checked.saved = options.get("saved")
-        return checked
+        return run(self, *arguments, **{**options, "in_turn": options.get("saved")})
 
     RunChecks.run = without_turn  # type: ignore[method-assign,assignment]
 

@@ -6,9 +6,9 @@ runs again, fingerprints of what it computes are compared with those of forward,
 host. That finds what no comparison of attributes sees: globals, closures, iterators, a kernel of one's own.
 
 What is compared is the result, where a checkpoint computes it again (Megatron's). PyTorch's stops a layer as soon as it
-has all saved tensors. Then those are compared from which no other is computed (``nn/last_saved.py``): a difference in
-any other shows in them. In each forward one layer, in turn, is compared in all that it saves, and one of the storages
-that are recomputed by themselves: all of them would take 2 % of a step.
+has all saved tensors. Then those are compared from which no other is computed (``nn/compared_tensors.py``): a
+difference in any other shows in them. In each forward one layer, in turn, is compared in all that it saves, and one of
+the storages that are recomputed by themselves: all of them would take 2 % of a step.
 
 The first time that a layer runs again, it runs twice. If both runs differ by rounding, its kernels are not
 deterministic (atomic additions of a GPU). Such a layer is compared within a tolerance, and a line says so.
@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.swap.common.types import Site, SwapError, UsageError
-from megatron.swap.devices.base import Device, Event, bytes_of
+from megatron.swap.devices.base import Device, Event, Stream, bytes_of
 from megatron.swap.engine.checksum import fingerprint, parts_of, sums
 from megatron.swap.engine.layer_state import LayerState, put_back
 from megatron.swap.engine.run_context import RunContext
 
 LEAST_TOLERANCE = 2.0**-13
 """Of fp32, whose sums may be rounded in each of thousands of additions."""
+SEED_BYTES = 16
 NO_PURE_FUNCTION = (
     "It is no pure function: it reads what cannot be compared (a global, a closure, an iterator), or calls a function "
     "that was replaced."
@@ -52,20 +53,20 @@ class _Known:
     """What is known of a run of a layer, over all steps.
 
     Attributes:
+        index: of its flag.
         turn: in which of its forwards all of it is compared, modulo the number of those that take turns.
         name: of the layer or site, for messages.
         num_runs: its forwards so far.
         is_tried: it has run twice in a backward.
         is_exact: its kernels are deterministic, as far as is known.
-        has_differed: whether a comparison has failed: 0-D bool, on the device; ``None``: there was none.
     """
 
+    index: int
     turn: int
     name: str
     num_runs: int = 0
     is_tried: bool = False
     is_exact: bool = True
-    has_differed: torch.Tensor | None = None
 
 
 class Prints:
@@ -100,7 +101,7 @@ class Prints:
         """Take the next tensor."""
         number = len(self.kinds)
         self.kinds.append((tensor.shape, tensor.dtype))
-        if self._wanted is not None and number not in self._wanted:
+        if number not in self._wanted if self._wanted is not None else _is_left_out(tensor):
             return
         with self._unwatched(), torch.no_grad():
             for part in parts_of(tensor):
@@ -133,6 +134,11 @@ def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     """Return whether one of ``flags`` is true; ``None``: there are none. Some may be on the CPU."""
     found = [flag for flag in flags if flag is not None]
     return functools.reduce(operator.or_, found) if found else None
+
+
+def _is_left_out(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a weight, or what may be a seed: attention without dropout leaves its seeds unset."""
+    return type(tensor) is torch.nn.Parameter or (not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -176,8 +182,9 @@ class RunChecks:
         self._known: dict[Hashable, _Known] = {}
         self._sites: dict[tuple[Site, int], _Known] = {}
         self._lines: list[str] = []
-        self._read: list[_Known] = []  # whose flags are copied to the host
-        self._on_host: torch.Tensor | None = None  # their flags
+        self._flags = torch.empty(0, dtype=torch.bool, device=device.torch_device)  # a comparison has failed: by index
+        self._on_host = torch.empty(0, dtype=torch.bool)
+        self._copies: Stream | None = None  # the flags are copied beside what computes, which a host need not wait for
         self._copied: Event | None = None  # the flags of an earlier backward have arrived in ``_on_host``
         self._compared: Event | None = None  # the last comparison is done, and not copied yet
 
@@ -188,6 +195,7 @@ class RunChecks:
         state: LayerState,
         *,
         saved: Collection[int] | None = None,
+        in_turn: Collection[int] | None = None,
         sees_saved: bool,
         is_exact: bool = True,
         forked: Callable[[], AbstractContextManager[None]] | None,
@@ -200,6 +208,7 @@ class RunChecks:
             name: of the layer, for messages.
             state: what the layer reads.
             saved: numbers of the saved tensors that are compared in each run; ``None``: all.
+            in_turn: numbers of those that are compared when it is the run's turn.
             sees_saved: saved tensors are compared, not the result.
             is_exact: no kernel of the layer is known not to be deterministic.
             forked: makes a context behind which random states are as before it; ``None``: the layer cannot run twice.
@@ -208,7 +217,7 @@ class RunChecks:
         known, is_turn = self._turn(self._known, key, name)
         if known.is_exact and not is_exact:
             self.is_not_deterministic(known)
-        return CheckedRun(self, known, state, None if is_turn else saved, sees_saved, forked, contexts)
+        return CheckedRun(self, known, state, in_turn if is_turn else saved, sees_saved, forked, contexts)
 
     def print_in_turn(self, site: Site, number: int, storage: torch.UntypedStorage) -> Print | None:
         """Return the fingerprint of ``storage``, which is recomputed, if it is its turn: one storage in each forward.
@@ -216,7 +225,7 @@ class RunChecks:
         Args:
             number: of the function in the chain of ``site``.
         """
-        known, is_turn = self._turn(self._sites, (site, number), str(site))
+        known, is_turn = self._turn(self._sites, (site, number), site)
         if not is_turn or storage.device.type == "meta":
             return None
         with torch.no_grad():
@@ -227,12 +236,12 @@ class RunChecks:
         with torch.no_grad():
             self.flag(first.known, (torch.cat(fingerprint(bytes_of(storage))) != first.sums).any())
 
-    def _turn(self, of: dict[Any, _Known], key: Hashable, name: str) -> tuple[_Known, bool]:
+    def _turn(self, of: dict[Any, _Known], key: Hashable, name: str | Site) -> tuple[_Known, bool]:
         """Return what is known of ``key``, and whether it is its turn among the others that it stands with."""
         known = of.get(key)
         if known is None:
-            known = of[key] = _Known(len(of), name)
-        is_turn = known.num_runs % len(of) == known.turn
+            known = of[key] = _Known(len(self._known) + len(self._sites), len(of), str(name))
+        is_turn = known.num_runs % len(of) == known.turn  # another one in each forward
         known.num_runs += 1
         return known, is_turn
 
@@ -253,7 +262,11 @@ class RunChecks:
         """Note on the device that a comparison has failed, if it has."""
         if differs is None:
             return
-        known.has_differed = _any((known.has_differed, differs))
+        if known.index >= len(self._flags):
+            self._finish()  # the flags live until they are copied
+            more = torch.zeros(max(256, len(self._flags)), dtype=torch.bool, device=self._flags.device)
+            self._flags = torch.cat([self._flags, more])
+        self._flags[known.index].logical_or_(differs)
         self._compared = self._device.record(self._device.current_stream())
 
     def before_step(self) -> None:
@@ -282,23 +295,24 @@ class RunChecks:
             self._finish()
 
     def _copy(self) -> None:
-        everything = (*self._known.values(), *self._sites.values())
-        self._read = [known for known in everything if known.has_differed is not None]
-        device = self._device.torch_device
-        flags = torch.stack([known.has_differed.to(device, non_blocking=True) for known in self._read])  # type: ignore[union-attr]
-        if self._on_host is None or len(self._on_host) != len(flags):
-            self._on_host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=flags.is_cuda)
-        self._on_host.copy_(flags, non_blocking=True)
-        self._copied, self._compared = self._device.record(self._device.current_stream()), None
+        device, compared = self._device, self._compared
+        assert compared is not None
+        if len(self._on_host) != len(self._flags):
+            self._on_host = torch.empty(len(self._flags), dtype=torch.bool, pin_memory=self._flags.is_cuda)
+        if self._copies is None:
+            self._copies = device.copy_stream("checks")
+        device.wait(self._copies, compared)  # the flags are those of the last comparison, and live on
+        device.copy(self._copies, [self._on_host.view(torch.uint8)], [self._flags.view(torch.uint8)])
+        self._copied, self._compared = device.record(self._copies), None
 
     def _finish(self) -> None:
         copied, self._copied = self._copied, None
         if copied is None:
             return
         self._device.finish(copied)  # ``_on_host`` is read by the host
-        assert self._on_host is not None
         if self._on_host.any():
-            names = [known.name for known, flag in zip(self._read, self._on_host.tolist(), strict=True) if flag]
+            flags = self._on_host.tolist()
+            names = [known.name for known in (*self._known.values(), *self._sites.values()) if flags[known.index]]
             raise RecomputedRunError(
                 f"{', '.join(names)} ran again in backward and computed something else than in forward, so the last "
                 f"gradients are wrong. {NO_PURE_FUNCTION} {WAY_OUT}"

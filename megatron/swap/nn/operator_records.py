@@ -25,8 +25,9 @@ from megatron.swap.common.site_paths import SOURCE_PATH
 from megatron.swap.common.types import Site
 from megatron.swap.engine.producer_records import of_tensors_alone
 from megatron.swap.engine.recompute import PLAIN, Recomputer
+from megatron.swap.engine.recomputed_run import SEED_BYTES
 from megatron.swap.native.operator_following import Following
-from megatron.swap.nn.last_saved import Flow, Saved, last_saved
+from megatron.swap.nn.compared_tensors import Compared, Flow, Saved, compared
 from megatron.swap.nn.module_boundary import tensors_in
 from megatron.swap.nn.operator_following import OperatorSequence, followed, uncompiled
 from megatron.swap.nn.operator_kinds import REPEATABLE, Kind, kind_of, producer_of, written
@@ -47,7 +48,7 @@ class OperatorOrder:
         recorded: positions of operators that were recorded when all were wanted.
         in_cpp: C++ was to see them.
         num_modes: dispatch modes that were active around the layer. With others operators may do something else.
-        last_saved: numbers of the saved tensors from which no other is computed.
+        compared: the saved tensors that are compared if the layer runs again.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -57,7 +58,7 @@ class OperatorOrder:
     recorded: set[int] = field(default_factory=set)
     in_cpp: bool = False
     num_modes: int = 0
-    last_saved: frozenset[int] = frozenset()
+    compared: Compared | None = None
 
     def position(self, number: int) -> int:
         """Return the position of the operator that makes output ``number``."""
@@ -149,11 +150,11 @@ class OperatorWatch(Operators):
         """See a tensor that autograd saves."""
         number = self.number(tensor)
         layout = () if number is None else (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self._saved.append(Saved(number, layout))
+        self._saved.append(Saved(number, layout, not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES))
 
     def end(self) -> OperatorOrder:
         """Return the order, once the layer has run."""
-        self.order.last_saved = last_saved(self._flows, self._saved, self._num_given)
+        self.order.compared = compared(self._flows, self._saved, self._num_given)
         return self.order
 
     @uncompiled

@@ -291,9 +291,10 @@ class PlannedBoundary(ModuleBoundary):
         device = self._saved_tensors.device
         on_device = torch.empty(0, device=device)
         order, name = self._orders.get(self._nth), f"layer {self.layer} ({type(self.module).__name__})"
+        places = None if order is None else order.compared
         checked = self._saved_tensors.checked_run(
             (self.module, self._nth), name, self._reader.read(one for one in others if one is not None),
-            saved=None if order is None else order.last_saved, sees_saved=True,
+            saved=places and places.last, in_turn=places and places.all, sees_saved=True,
             is_exact=device.type != "cuda" or order is None or not has_atomics(order.operators),
             forked=_forked_random_states(device),
         )  # fmt: skip

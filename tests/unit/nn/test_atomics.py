@@ -66,7 +66,7 @@ def test_layers_with_atomics_train(dtype: torch.dtype) -> None:
     static = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step(None)
-    budget = static + 0.4 * (torch.cuda.max_memory_allocated() - static)
+    budget = static + 0.65 * (torch.cuda.max_memory_allocated() - static)
     with swap.activations(model, memory_gib=budget / 2**30, log=lines.append) as swapped:
         for _ in range(200):
             step(swapped)

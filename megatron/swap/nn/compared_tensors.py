@@ -21,14 +21,28 @@ class Flow(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A saved tensor: the number of its storage, ``None`` if it has none, and its layout there."""
+    """A saved tensor.
+
+    Attributes:
+        number: of its storage; ``None``: it has none.
+        layout: in the storage.
+        may_be_seed: it is a few bytes of whole numbers. Attention without dropout leaves its seeds unset.
+    """
 
     number: int | None
     layout: tuple[object, ...]
+    may_be_seed: bool = False
 
 
-def last_saved(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) -> frozenset[int]:
-    """Return the places in ``saved`` of those that are computed last, each once.
+class Compared(NamedTuple):
+    """Places of saved tensors: of those that are compared in each run, and of those that are compared in turn."""
+
+    last: frozenset[int]
+    all: frozenset[int]
+
+
+def compared(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) -> Compared:
+    """Return the places in ``saved`` of those that are computed last, and of all, each once.
 
     Args:
         flows: the operators of the layer, in their order.
@@ -40,14 +54,19 @@ def last_saved(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) ->
     for reads, makes in reversed(flows):
         size = max((size for number, size in makes.items() if number in numbers or number in shown), default=0)
         shown |= {number for number, read in reads.items() if number not in makes and read <= LEAST_SHARE * size}
-    last = {number for number in numbers - shown if not -num_given <= number < 0}
+    own = {number for number in numbers if not -num_given <= number < 0}
+    last = own - shown
     for _, makes in flows:  # of results of one operator (attention's and its sums) the largest is enough
         if together := makes.keys() & last:
             last -= together if makes.keys() & shown else together - {max(together, key=makes.__getitem__)}
+    return Compared(_places(saved, last), _places(saved, own))
+
+
+def _places(saved: Sequence[Saved], wanted: set[int]) -> frozenset[int]:
     found: dict[object, int] = {}
     for place, one in enumerate(saved):
         if one.number is None:
             found[place] = place
-        elif one.number in last:
+        elif one.number in wanted and not one.may_be_seed:
             found.setdefault((one.number, one.layout), place)
     return frozenset(found.values())
