@@ -8,6 +8,8 @@ from megatron import swap
 from torch import nn
 from torch.nn import functional
 
+from megatron.swap.common.plan import Infeasible
+
 WIDTH, NUM_ROWS = 1024, 8192
 
 
@@ -66,10 +68,17 @@ def test_layers_with_atomics_train(dtype: torch.dtype) -> None:
     static = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step(None)
-    budget = static + 0.65 * (torch.cuda.max_memory_allocated() - static)
-    with swap.activations(model, memory_gib=budget / 2**30, log=lines.append) as swapped:
-        for _ in range(200):
-            step(swapped)
-        assert "recomputed as a whole" in swapped.plan()
-        assert swapped.stats().stage == "stable"
+    budget_gib = (static + 0.3 * (torch.cuda.max_memory_allocated() - static)) / 2**30
+    for _ in range(3):  # the least budget, so that whole layers run again
+        try:
+            with swap.activations(model, memory_gib=budget_gib, log=lines.append) as swapped:
+                for _ in range(200):
+                    step(swapped)
+                assert "recomputed as a whole" in swapped.plan()
+                assert swapped.stats().stage == "stable"
+                break
+        except Infeasible as error:
+            budget_gib = 1.01 * error.smallest_gib
+    else:
+        pytest.fail("\n".join(lines))
     assert any("not deterministic" in line for line in lines), lines
