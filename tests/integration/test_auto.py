@@ -18,6 +18,7 @@ from tests.integration.test_training import LLAMA, MLA, MOE
 STEPS = "--train-iters 14 --lr-decay-iters 14"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FUSED_LLAMA = f"{WITH_FUSION} {LLAMA}"
+STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 VARYING = Path(__file__).with_name("varying_script.py")
 FREEZING = Path(__file__).with_name("freezing_script.py")
@@ -101,6 +102,12 @@ def test_a_budget_above_the_need_moves_nothing(trainer: Trainer) -> None:
         pytest.param(
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 8", 2,
             id="pp2-vpp",
+        ),
+        *(
+            pytest.param(f"{STAGES} --pipeline-model-parallel-layout '{layout}' {more}", 2, id=layout)
+            for layout, more in {
+                "Et*8|L": "", "E|t*8L": "", "Et*8|mL": "--mtp-num-layers 1", "Et*3|t*3|t*2|L": "",
+            }.items()
         ),
     ],
 )  # fmt: skip
@@ -251,6 +258,20 @@ def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
     sections = {layer: [part.name for part in entry.sections] for entry in profile.layers for layer in entry.layers}
     part = "behind pre_mlp_layernorm/0"
     assert sections == {num_frozen: [part], **{layer: [part, "layer"] for layer in range(num_frozen + 1, 8)}}
+
+
+def test_a_budget_where_only_the_head_is_trained(trainer: Trainer) -> None:
+    """No layer runs backward. So either nothing needs to be swapped, or no plan helps."""
+    flags = f"--frozen-layers 8 {STEPS}"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)
+    peak_gib = plain.summary["saved_peak_bytes"] / GIB
+    flags += f" {SWAP_SMALL}"
+    run = trainer.run(f"{flags} --swap-memory-gib {1.01 * peak_gib} {recorded('torch')}", program=FREEZING)
+    assert (run.summary["losses"], run.summary["grad_norms"]) == (plain.summary["losses"], plain.summary["grad_norms"])
+    assert stages(run) == ["profile", "stable"]
+    assert run.summary["planning"]["predicted_peak_gib"] == pytest.approx(peak_gib)
+    run = trainer.run(f"{flags} --swap-memory-gib {0.9 * peak_gib}", program=FREEZING, check=False)
+    assert "the smallest budget that was found feasible is" in run.error
 
 
 def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:

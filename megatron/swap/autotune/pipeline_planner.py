@@ -68,10 +68,11 @@ class PipelinePlanner:
         def answer_of_stage() -> list[Plan] | tuple[str, float, float]:
             if leaders[self._pipeline_rank] != self._ranks.rank:
                 return []
-            if reserve_gib is not None and reserve_gib >= mine.reserves_gib[0]:
+            reserve = reserve_gib if mine.layers else None  # a stage without layers has one plan
+            if reserve is not None and reserve >= mine.reserves_gib[0]:
                 return []
             try:
-                return list(solve_fractions(mine, budget_gib, self._max_candidates, reserve_gib).plans)
+                return list(solve_fractions(mine, budget_gib, self._max_candidates, reserve).plans)
             except Infeasible as error:
                 # The exception itself cannot be sent to other ranks.
                 return str(error), error.smallest_gib, error.fragments_gib

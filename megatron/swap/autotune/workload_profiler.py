@@ -11,7 +11,7 @@ from torch import nn
 from megatron.swap.autotune.consensus import Ranks
 from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step, Workload
-from megatron.swap.common.types import GIB, OPERATOR
+from megatron.swap.common.types import GIB, OPERATOR, SwapError
 from megatron.swap.planner.host_time import WHOLE_LAYER
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
 from megatron.swap.planner.profile_builder import build_profile, trained_layers, with_recorded_times
@@ -98,6 +98,11 @@ class WorkloadProfiler:
         recording = self._ranks.all_or_none(self._recorder.stop)  # before collectives that measure the link
         if self._link is None:
             self._link = slowest_link(parts.device, measure_link(parts.device, parts.host_tier))
+        if any(parts.boundaries.chunks()) and not self._recorded.layers:
+            raise SwapError(
+                "while steps were recorded, none of this rank's layers ran: another function than their forward does "
+                "their work, which is not swapped. Drop the budget, or what replaces their forward."
+            )
         saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen layers may save nothing
         saving &= trained_layers(recording)
         chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.boundaries.chunks())

@@ -278,7 +278,7 @@ def without_planner(
         for entry in profile.layers if any(part.name == LAYER_SECTION for part in entry.sections)
     )  # fmt: skip
     plans: list[tuple[str, tuple[str, ...], Plan]] = [(NOTHING, (), empty_plan(profile))]
-    if len(recomputed) == len(profile.layers):
+    if recomputed and len(recomputed) == len(profile.layers):
         plans.append((FULL, FULL_FLAGS, Plan(profile.model, None, None, None, recomputed)))
     found = []
     for name, flags, plan in plans:
@@ -296,6 +296,8 @@ def _reserved_gib(profile: Profile, prediction: Prediction, gradients_gib: float
     event has passed on the GPU (``megatron_lm/accumulators.py``), and the host is up to ``LAYERS_AHEAD`` layers ahead.
     So gradients of earlier micro-batches add to the peak, and those of all micro-batches to the step's last backward.
     """
+    if not profile.layers:
+        return prediction.peak_gib
     num_layers = sum(len(entry.layers) for entry in profile.layers)
     ahead = LAYERS_AHEAD / num_layers
     last_mib = max(

@@ -265,7 +265,8 @@ class Profile:
             allocator that reserves memory; ``None``: it is not measured, and no run corrects the plan.
         host_gib: host memory that this rank may reserve for activations; ``None``: no limit.
         optimizer_gib: peak of memory between a step's last backward and the next step's first forward, besides
-            ``static_gib``: gradients that the optimizer copies in single precision, buckets of offloaded state.
+            ``static_gib``: gradients that the optimizer copies in single precision, buckets of offloaded state. Without
+            layers: the peak of the whole step.
         offloaded_state: ``None``: the planner does not decide how much optimizer state is offloaded.
         hook_ms: time that forward and backward each take longer in a layer that swaps or recomputes, beyond copies and
             recomputation: the host's work, which shows where the device waits for the host. It is what the chosen plan

@@ -55,14 +55,11 @@ def build_profile(
         whole_layers: the engine can recompute whole layers, so that each gets a section ``layer``.
 
     Raises:
-        SwapError: no layer was recorded with forward and backward, or a layer's saved tensors were not recorded
-            because it was not hooked or was recomputed as a whole.
+        SwapError: a layer's saved tensors were not recorded because it was not hooked or was recomputed as a whole.
     """
     timeline = Timeline(recording)
     whole = [one for one in timeline.passes if one.is_whole]
     passes = [one for one in whole if not one.like]
-    if not passes:
-        raise SwapError("the recording has no forward of a layer with its backward: record whole training steps.")
     like = {one.pass_key.layer: one.like for one in whole if one.like}
     layers = tuple(
         _layer_class(numbers, [one for one in passes if one.pass_key.layer in numbers], timeline, min_mib, whole_layers)
@@ -81,7 +78,8 @@ def build_profile(
         non_layer=_non_layer(timeline, layers, num_micro_batches, pipeline, recording.non_layer, min_mib),
         layers=layers,
         pipeline=pipeline,
-        optimizer_gib=timeline.between_bytes / GIB,
+        # No plan changes the peak of a rank whose layers run no backward, or that has none.
+        optimizer_gib=(timeline.between_bytes if layers else timeline.most_bytes) / GIB,
     )
 
 

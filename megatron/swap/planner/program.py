@@ -95,8 +95,8 @@ def bound_windows(profile: Profile) -> Windows:
     """
     if profile.pipeline.size > 1:
         return Windows(None, None)
-    first = profile.of_layer(profile.chunks[0][0])
-    begin = min((site.saved_at_ms for site in first.sites), default=0.0)
+    first = profile.chunks[0][:1]
+    begin = min((site.saved_at_ms for layer in first for site in profile.of_layer(layer).sites), default=0.0)
     return Windows(
         sum(len(entry.layers) * entry.forward_ms for entry in profile.layers) - begin,
         sum(len(entry.layers) * entry.backward_ms for entry in profile.layers),

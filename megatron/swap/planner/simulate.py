@@ -85,7 +85,8 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
             peak_gib, peak_at = beside_gib, "at the loss, beside what layers have freed"
     if profile.optimizer_gib + profile.fragments_gib > peak_gib:
         fragments_gib = profile.fragments_gib
-        peak_gib, peak_at = profile.optimizer_gib + fragments_gib, "in the optimizer's step"
+        peak_gib = profile.optimizer_gib + fragments_gib
+        peak_at = "in the optimizer's step" if profile.layers else "outside the layers"
     return Prediction(
         peak_gib=profile.static_gib + peak_gib,
         peak_at=peak_at,

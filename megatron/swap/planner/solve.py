@@ -231,7 +231,7 @@ class _Search:
     def run(self, budget_gib: float, passes: Sequence[Pass] = PASSES) -> float:
         """Simulate plans for ``budget_gib``. Return the lower bound in ms; infinite: nothing can fit."""
         profile, kept = self._profile, self.kept()
-        if kept.peak_gib <= budget_gib:
+        if kept.peak_gib <= budget_gib or not self._program.blocks:  # without layers there is no other plan
             return kept.step_ms
         first = self._program.solve(budget_gib, profile.host_gib, bound_windows(profile))
         if first is None:

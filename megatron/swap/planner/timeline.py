@@ -112,6 +112,7 @@ class Timeline:
         static_bytes: memory allocated when a step begins; of several steps the most. What is freed before the step's
             first forward does not count: gradients that the optimizer has copied in single precision.
         between_bytes: peak between the last event of a step and the next step's first forward, besides static memory.
+        most_bytes: peak of the steps, besides static memory.
         peak_bytes: peak of allocated memory.
         passes: layer passes in the order of their forwards.
         steps: the parts of the steps outside layers.
@@ -121,7 +122,7 @@ class Timeline:
     def __init__(self, recording: Recording) -> None:
         events = recording.events
         self.static_bytes = _static_bytes(events)
-        self.between_bytes = 0
+        self.between_bytes = self.most_bytes = 0
         self.peak_bytes = max(event.peak_bytes for event in events[1:])
         self.passes: list[LayerPass] = []
         self.steps: list[NonLayerStep] = []
@@ -189,9 +190,11 @@ class Timeline:
         peak_bytes = event.peak_bytes
         if before.what is What.FREED and peak_bytes == before.now_bytes:
             peak_bytes = event.now_bytes  # the peak is that before the storage was freed, which is counted already
+        if event is before:  # the first event has the peak of what came before the recording
+            return
+        self.most_bytes = max(self.most_bytes, peak_bytes - self.static_bytes)
         if event.what is What.STEP or self._is_between_steps:
-            if event is not before:  # the first event has the peak of what came before the recording
-                self.between_bytes = max(self.between_bytes, peak_bytes - self.static_bytes)
+            self.between_bytes = max(self.between_bytes, peak_bytes - self.static_bytes)
             return
         resident_bytes = self._resident_bytes + (event.num_bytes if event.what is What.ARRIVED else 0)
         other_bytes = max(0, peak_bytes - self.static_bytes - resident_bytes - self._made_in_layers_bytes)

@@ -39,6 +39,7 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
         model=new,
         layers=tuple(scaled(entry, forward, backward, tokens) for entry in profile.layers),
         non_layer=non_layer_scaled(profile.non_layer, tokens, tokens, tokens),
+        optimizer_gib=profile.optimizer_gib * (1.0 if profile.layers else tokens),
         hook_ms=0.0,  # with other sizes the device waits for the host elsewhere
     )
 

@@ -21,8 +21,8 @@ from megatron.swap.autotune.workload import Step
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Plan, load_plan
-from megatron.swap.common.types import GIB, UsageError
-from megatron.swap.planner.profile import load_profile
+from megatron.swap.common.types import GIB, SwapError, UsageError
+from megatron.swap.planner.profile import Link, load_profile
 from megatron.swap.planner.solve import solve
 from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder
@@ -93,8 +93,8 @@ class Training:
         recorder = Recorder(device, Ranges(), device.taken)
         self.num_followed = 0
         self.windows: list[int | None] = []
-        boundaries: Any = SimpleNamespace(apply_policy=self.apply_policy)
-        parts = RunParts(
+        boundaries: Any = SimpleNamespace(apply_policy=self.apply_policy, chunks=tuple)
+        parts = self.parts = RunParts(
             boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: self.num_micro_batches, lambda: GIB,
             device.taken,
         )  # fmt: skip
@@ -132,6 +132,18 @@ class Training:
             for _ in range(2):
                 self.chunk(torch.ones(2))
                 self.device.use(gib)
+
+
+def test_layers_that_never_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else does their work, which is not swapped."""
+    training = Training(CachingDevice(), monkeypatch)
+    profiler = training.auto._profiler
+    training.parts.boundaries.chunks = lambda: ((0, 1),)  # type: ignore[attr-defined]
+    monkeypatch.setattr(profiler, "_link", Link(1, 1, 1, 1))
+    profiler.record(2)
+    training.parts.recorder.step_ended(3)
+    with pytest.raises(SwapError, match="none of this rank's layers ran"):
+        profiler.finish_recording(1)
 
 
 def test_a_budget_that_the_model_alone_exceeds_is_refused_before_the_first_step(
