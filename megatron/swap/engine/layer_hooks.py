@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
-from megatron.swap.common.types import LayerPosition, Site, UsageError
+from megatron.swap.common.types import LayerPosition, Site
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_state import Attributes, LayerState, StateReader
 from megatron.swap.engine.producer_records import of_tensors_alone
@@ -41,6 +41,26 @@ class _BoundaryFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         ctx.on_backward()
         return grad, None
+
+
+class _NeedsGradient(torch.autograd.Function):
+    """Makes a tensor that needs no gradient an input of a checkpoint, whose backward autograd then enters.
+
+    It is no leaf: autograd would hold a leaf, and offloading it would free nothing.
+    """
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Any:
+        """Return ``tensor`` as one that needs a gradient, which is dropped."""
+        return cls.apply(tensor, torch.empty(0, device=tensor.device, requires_grad=True))
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
 
 
 def _mark_end_of_backward(ranges: Ranges, group: Group, hidden: Any) -> None:
@@ -260,11 +280,10 @@ class LayerBoundary:
         function, tensors = of_tensors_alone(run, args, kwargs, _needs_gradient)
         if not tensors and not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self._inner(*args, **kwargs)  # a frozen layer before all trained ones saves nothing
-        if not tensors:
-            raise UsageError(
-                f"layer {self.layer} is to be recomputed whole, but its input needs no gradient (frozen embeddings?): "
-                "its weights would get none either. Recompute single sites of it, or a later layer."
-            )
+        if not tensors:  # frozen embeddings, or a batch without images: the layer's weights would get no gradient
+            hidden = self._hidden(args, kwargs)
+            function, tensors = of_tensors_alone(run, args, kwargs, lambda value: value is hidden)
+            tensors = [_NeedsGradient.of(tensor) for tensor in tensors]
         return self._checkpoint(function, *tensors)
 
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:

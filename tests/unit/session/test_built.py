@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron.swap.common.plan import load_plan, save_plan
+from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.built_model import parse_settings
 from megatron.swap.patches import cpu, registry
@@ -322,6 +322,26 @@ def test_a_plan_is_written_and_carried_out(tmp_path: Path) -> None:
         model(longer, torch.arange(64)[None], torch.ones(64, 64).triu(1).bool()[None, None], labels=longer)
     with pytest.raises(UsageError, match="made for another model: num_layers is 4 there"):
         swap.install(model_of_depth(3), plan=path)
+
+
+@pytest.mark.parametrize("action", ["keep", "swap"])
+def test_a_layer_that_runs_again_and_whose_input_needs_no_gradient_any_more(tmp_path: Path, action: str) -> None:
+    """As where word embeddings are frozen, at a step or in a batch without images. Its weights are still trained."""
+    path = str(tmp_path / "plan.json")
+    plain, model = model_of(), model_of()
+    with swap.install(model, layers="all", config=SMALL | {"save_plan": path}):
+        train(model, torch.optim.SGD(model.parameters(), 0.1), 2)
+    plain.load_state_dict(model.state_dict())
+    sites = {"checkpoint/0": SitePlan(action)}  # type: ignore[arg-type]
+    save_plan(replace(load_plan(path), classes=(PlanClass("0-3", sites, ("layer",)),)), path)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (plain, model)]
+    with swap.install(model, optimizers[1], plan=path, config=SMALL | {"verify": True}) as swapped:
+        for step in range(3):
+            for one, optimizer in zip((plain, model), optimizers, strict=True):
+                one.embedding.requires_grad_(step != 1)
+                train(one, optimizer)
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert (swapped.stats().out_bytes > 0) == (action == "swap")
 
 
 def model_of_depth(num_layers: int) -> GPTModel:
