@@ -58,6 +58,9 @@ def assert_refused(run: Run, *words: str) -> None:
             "--swap-layers all --cuda-graph-impl local",
             ["--cuda-graph-impl local", "Drop", "--swap-layers none"],
         ),
+        ("--hybrid-layer-pattern *-*-", ["--hybrid-layer-pattern *-*-: the flag is for hybrid models", "Drop it"]),
+        ("--hybrid-override-pattern *- --swap-layers all", ["--hybrid-override-pattern *-", "model_provider"]),
+        ("--mtp-hybrid-override-pattern *- --mtp-num-layers 1", ["--mtp-hybrid-override-pattern *-", "Drop it"]),
     ],
 )
 def test_refused_before_the_model_is_built(trainer: Trainer, flags: str, words: list[str]) -> None:

@@ -17,6 +17,7 @@ from benchmarks.suites import command as bench
 from benchmarks.sweeps import command as sweep
 from megatron.swap.cli import main as cli
 from tests.integration.harness import CHECKED, ROOT, Run, Trainer
+from tests.integration.test_training import MLA
 
 MOST_LINES = 6
 START_UP = re.compile(r"( swap: | > |\[megatron-swap\] |$)")
@@ -83,6 +84,7 @@ OF_MEGATRON: list[tuple[str, Words]] = [
     ("--group-query-attention --num-query-groups 3", ["--num-query-groups 3", "divide --num-attention-heads 4"]),
     ("--num-experts 4 --moe-router-topk 9", ["--moe-router-topk 9", "--num-experts 4", "Lower it"]),
     ("--attention-backend fast", ["--attention-backend", "'fast'"]),
+    (f"{MLA} --mtp-num-layers 1 --swap-layers all", ["--mtp-num-layers 1", "--multi-latent-attention", "Drop --mtp"]),
     ("--yaml-cfg model.yaml --swap-layers all", ["--yaml-cfg model.yaml", "ignores all flags", "drop --yaml-cfg"]),
 ]
 COMBINATIONS: list[tuple[str, Words]] = [

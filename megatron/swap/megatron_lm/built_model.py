@@ -17,8 +17,9 @@ from torch import nn
 from megatron.swap.common.command_line import CommandLine, nearest_flag
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags
+from megatron.swap.megatron_lm.layer import check_stacks
 from megatron.swap.megatron_lm.optimizer_adapter import unchained
-from megatron.swap.megatron_lm.versions import SINCE_0_19
+from megatron.swap.megatron_lm.versions import ADDED_LATER
 
 PREFIX = "--swap-"
 OF_TRAINER = {
@@ -35,6 +36,7 @@ SAME_NAME = (
     "gradient_accumulation_fusion", "fine_grained_activation_offloading", "cuda_graph_impl", "variable_seq_lengths",
     "fp8_param", "qk_clip", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16", "hidden_dropout", "normalization", "apply_rope_fusion", "attention_backend",
+    "overlap_moe_expert_parallel_comm",
 )  # fmt: skip
 """Attributes of Megatron's ``TransformerConfig`` that have the names of the flags."""
 
@@ -107,6 +109,7 @@ def unwrapped(model: nn.Module | Iterable[nn.Module]) -> tuple[list[nn.Module], 
             is_data_parallel |= not isinstance(chunk, Float16Module)
             chunk = wrapped
         if not blocks_of(chunk):
+            check_stacks([chunk])
             raise UsageError(
                 f"install: {type(chunk).__name__} has no TransformerBlock of Megatron, so there are no layers to swap. "
                 "Models of other frameworks, and layers outside such a block: swap.activations(model, layers)."
@@ -138,7 +141,7 @@ def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) ->
     offloads = config.cpu_offloading
     args = Namespace(
         **{name: getattr(config, name) for name in SAME_NAME},
-        **{name: getattr(config, name, default) for name, default in SINCE_0_19.items()},
+        **{name: getattr(config, name, default) for name, default in ADDED_LATER.items()},
         **vars(settings),
     )
     args.bf16 = config.bf16 or dtype == torch.bfloat16

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.layer_ranges import MOST_LAYERS
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, QUANTIZED, RESIDUAL, UsageError
 from megatron.swap.megatron_lm.layer import known_modules
-from megatron.swap.megatron_lm.versions import SINCE_0_19, is_gpt_config
+from megatron.swap.megatron_lm.versions import ADDED_LATER, is_gpt_config
 from megatron.swap.planner.fp8 import check_fp8_weights
 from megatron.swap.profiling.profiler import NSYS
 
@@ -66,10 +67,18 @@ def check_model_config(model_config: Any) -> None:
         model_config: Megatron's, or of another kind, which is not checked.
 
     Raises:
-        UsageError: the layers are TransformerEngine's, which is not here.
+        UsageError: the layers are TransformerEngine's, which is not here; or Megatron cannot build layers of MTP.
     """
-    if is_gpt_config(model_config):
-        check_layer_spec(model_config.transformer.transformer_impl, model_config.transformer_layer_spec)
+    if not is_gpt_config(model_config):
+        return
+    config = model_config.transformer
+    check_layer_spec(config.transformer_impl, model_config.transformer_layer_spec)
+    if config.transformer_impl == "local" and config.multi_latent_attention and config.mtp_num_layers:
+        raise UsageError(
+            f"--mtp-num-layers {config.mtp_num_layers} cannot be combined with --multi-latent-attention and "
+            "--transformer-impl local: Megatron builds the layers of MTP with a core attention of its own, which takes "
+            "no multi-latent attention. Drop --mtp-num-layers, or use --transformer-impl transformer_engine."
+        )
 
 
 def check_layer_spec(transformer_impl: str, layer_spec: Any) -> None:
@@ -87,6 +96,46 @@ def check_layer_spec(transformer_impl: str, layer_spec: Any) -> None:
             f"--transformer-impl {transformer_impl}: TransformerEngine cannot be imported in this Python. Give "
             "--transformer-impl local, or install it (pip install 'transformer-engine[pytorch,core_cu13]')."
         )
+
+
+def check_is_gpt(args: argparse.Namespace) -> None:
+    """Refuse flags of a hybrid model where a GPT is made from the flags, which would ignore them.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    pattern = _hybrid_pattern(argparse.Namespace(**ADDED_LATER | vars(args)))
+    if pattern is not None:
+        raise UsageError(
+            f"{pattern}: the flag is for hybrid models, and the flags make a GPT here, which would ignore it. Drop it, "
+            "or give swap.pretrain a model_provider."
+        )
+
+
+def check_forward_step(args: argparse.Namespace, forward_step: Callable[..., Any]) -> None:
+    """Refuse Megatron's schedule of layers in parts where ``forward_step`` cannot follow it.
+
+    Raises:
+        UsageError: it makes no schedule plan.
+    """
+    takes = inspect.signature(forward_step).parameters
+    if args.overlap_moe_expert_parallel_comm and "return_schedule_plan" not in takes:
+        raise UsageError(
+            "--overlap-moe-expert-parallel-comm: Megatron then asks for a schedule plan (return_schedule_plan=True), "
+            "which the forward step of this program cannot return. Drop the flag."
+        )
+
+
+def _hybrid_pattern(args: argparse.Namespace) -> str | None:
+    """Return the flag that asks for a hybrid model, as it was given; ``None``: it was not."""
+    if args.hybrid_override_pattern is not None:  # Megatron makes --hybrid-layer-pattern of its older spellings
+        return f"--hybrid-override-pattern {args.hybrid_override_pattern}"
+    if args.hybrid_layer_pattern is None:
+        return None
+    layers, *of_mtp = args.hybrid_layer_pattern.split("/")
+    if not layers:
+        return f"--mtp-hybrid-override-pattern {of_mtp[0]}"
+    return f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
 
 
 def check_settings(args: argparse.Namespace, config: SwapConfig) -> None:
@@ -364,12 +413,18 @@ def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:
 
 
 def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
-    args = argparse.Namespace(**SINCE_0_19 | vars(args))
+    args = argparse.Namespace(**ADDED_LATER | vars(args))
     same = "both would offload the same tensors"
     graph = "a captured layer replays without saved-tensor hooks"
     shards = "such weights are identified by Python attributes, which saved-tensor hooks do not preserve"
     fsdp = "its weights are gathered and freed, and would be treated as activations"
+    parts = "layers run in parts then, by a schedule plan and not by their forward"
+    stash = "it stores what experts save by saved-tensor hooks of its own"
+    pattern = _hybrid_pattern(args)
     excluded = [
+        (args.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm", parts),
+        (args.moe_paged_stash, "--moe-paged-stash", stash),
+        (pattern is not None, str(pattern), "a hybrid model's stack of layers is not swapped"),
         (args.cpu_offloading_num_layers > 0, f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}", same),
         (args.fine_grained_activation_offloading, "--fine-grained-activation-offloading", same),
         (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", graph),

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.attention import CrossAttentionSubmodules, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -50,6 +51,29 @@ def known_modules() -> list[str]:
     ):
         names.update(field.name for field in dataclasses.fields(spec))
     return sorted(name for name in names if not name.endswith(("_bda", "_map")))
+
+
+def check_stacks(chunks: Sequence[nn.Module]) -> None:
+    """Refuse a model with Megatron's layers in a stack that is no ``TransformerBlock``: they would not be swapped.
+
+    Hybrid models have such a stack; so has a multimodal model, beside the block of its vision model.
+
+    Args:
+        chunks: this rank's part of the model.
+
+    Raises:
+        UsageError: names the stack.
+    """
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            layers = module._modules.get("layers")
+            if isinstance(module, TransformerBlock) or not isinstance(layers, nn.ModuleList):
+                continue
+            if any(isinstance(layer, GraphableMegatronModule) for layer in layers):
+                raise UsageError(
+                    f"{name or 'the model'} is a {type(module).__name__} of {len(layers)} layers, which is not "
+                    "swapped: only layers in a TransformerBlock of Megatron are. Train this model without swapping."
+                )
 
 
 def check_one_stack(chunks: Sequence[nn.Module]) -> None:

@@ -15,7 +15,7 @@ from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import GIB, SwapError, format_bytes
 from megatron.swap.megatron_lm.arguments import device_memory_gib
 from megatron.swap.megatron_lm.least_saved import least_saved_bytes
-from megatron.swap.megatron_lm.versions import SINCE_0_19
+from megatron.swap.megatron_lm.versions import ADDED_LATER
 from megatron.swap.memory.host_memory import HostCapacity, local_world_size, safe_host_bytes
 from megatron.swap.planner.flags import model_of, state_bytes_of
 from megatron.swap.planner.shape import num_params
@@ -159,7 +159,7 @@ def check_host(needs: MemoryNeeds, capacity: HostCapacity, args: Namespace) -> N
 
 def _model_bytes(args: Namespace, offload_fraction: float) -> int:
     """Return a lower bound of weights, gradients and kept optimizer state on this rank; 0: unknown."""
-    args = Namespace(**SINCE_0_19 | vars(args))
+    args = Namespace(**ADDED_LATER | vars(args))
     is_unusual = (
         args.num_experts is not None, args.multi_latent_attention, args.fp8, args.fp4, args.use_megatron_fsdp,
         args.use_torch_fsdp2, args.init_model_with_meta_device, args.skip_train, args.freeze_all_layers,

@@ -16,8 +16,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.swap.common.types import UsageError
 
-SINCE_0_19 = {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1, "freeze_all_layers": False}
-"""Arguments that Megatron has since 0.19, with the values that earlier versions behave by."""
+ADDED_LATER = {
+    "gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1, "freeze_all_layers": False, "moe_paged_stash": False,
+    "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
+}  # fmt: skip
+"""Arguments that Megatron has since 0.17, 0.18 or 0.19, with the values that earlier versions behave by."""
 
 
 def has_model_config() -> bool:

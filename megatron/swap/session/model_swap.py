@@ -21,7 +21,7 @@ from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.fp8_weights import recompute_weights
-from megatron.swap.megatron_lm.layer import check_one_stack, pipeline_rank
+from megatron.swap.megatron_lm.layer import check_one_stack, check_stacks, pipeline_rank
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
 from megatron.swap.patches import registry
@@ -107,9 +107,9 @@ class ModelSwap:
 
         Raises:
             UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, ``--swap-cpu-memory-gib`` has
-                no room for the model's gradients, the run plans itself and the model has several stacks of layers,
-                the model's loss does not run in chunks, or the model fuses gradient accumulation in a Megatron where
-                that loses gradients.
+                no room for the model's gradients, layers of the model are in a stack of another kind, the run plans
+                itself and the model has several stacks of layers, the model's loss does not run in chunks, or the model
+                fuses gradient accumulation in a Megatron where that loses gradients.
         """
         for chunk in chunks:
             if self.config.acts or self.config.optimizer:
@@ -119,6 +119,8 @@ class ModelSwap:
         return chunks
 
     def _attach(self, chunks: Sequence[nn.Module]) -> None:
+        if self.config.acts:
+            check_stacks(chunks)
         if self.config.auto:
             check_one_stack(chunks)
         if self._lacks_fusion:

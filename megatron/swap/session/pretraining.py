@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.compatibility import check_layer_spec
+from megatron.swap.megatron_lm.compatibility import check_forward_step, check_is_gpt, check_layer_spec
 from megatron.swap.megatron_lm.versions import gpt_provider, has_model_config, model_config_of, pretrain_call
 from megatron.swap.megatron_lm.weight_gradients import lacks_kernel
 from megatron.swap.patches.weight_gradient_kernel import APEX_MODULE
@@ -38,10 +38,14 @@ def pretrain(
 
     Raises:
         SwapError, PatchError: as ``SwapSession.install``, before anything is built.
-        UsageError: this Megatron makes no such GPT from flags, or refuses the flags.
+        UsageError: this Megatron makes no such GPT from flags, or refuses the flags; or ``forward_step`` cannot do what
+            they ask for.
     """
     builds_gpt = model_provider is None
     with told_refusals(in_full=args.swap_log_level == "debug"):
+        check_forward_step(args, forward_step)
+        if builds_gpt:
+            check_is_gpt(args)
         model_config = None
         if model_provider is None and has_model_config():
             model_config = model_config_of(args, layer_spec)

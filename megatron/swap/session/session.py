@@ -107,8 +107,8 @@ class SwapSession(ModelSwap):
             raise unknown_model()
         if self.parts is not None and not self.parts.boundaries.has_stack:
             raise UsageError(
-                "the model has no TransformerBlock of Megatron (hybrid models have a stack of their own), so nothing "
-                "would be swapped. Train another model, or drop the --swap- flags."
+                "the model has no TransformerBlock of Megatron, so nothing would be swapped. Train another model, or "
+                "drop the --swap- flags."
             )
 
     def on_iteration(

@@ -12,6 +12,7 @@ import torch
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan, save_plan
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags, device_memory_gib, recompute_kinds, swap_config
+from megatron.swap.megatron_lm.compatibility import check_forward_step, check_is_gpt
 
 MODEL = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
 PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"), "norm/0": SitePlan("recompute")}),))
@@ -35,7 +36,7 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         async_save=False, qk_clip=False, rl_offload_optimizer_during_inference=False, fp8_param_gather=False,
         fp4_param_gather=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
         main_params_dtype=torch.float32, use_precision_aware_optimizer=False, hidden_dropout=0.0,
-        normalization="LayerNorm",
+        normalization="LayerNorm", overlap_moe_expert_parallel_comm=False,
     )  # fmt: skip
     vars(args).update(theirs)
     return args
@@ -122,6 +123,11 @@ def test_what_does_not(folder: Path, flags: str, message: str) -> None:
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
+        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+        ({"moe_paged_stash": True}, "--moe-paged-stash"),
+        ({"hybrid_layer_pattern": "M*-/M"}, "--hybrid-layer-pattern M*-/M"),
+        ({"hybrid_layer_pattern": "M*", "hybrid_override_pattern": "M*"}, "--hybrid-override-pattern M*"),
+        ({"hybrid_layer_pattern": "/M*/M*"}, "--mtp-hybrid-override-pattern M*"),
         ({"cpu_offloading_num_layers": 2}, "--cpu-offloading-num-layers 2"),
         ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
         ({"recompute_granularity": "full", "recompute_method": "block"}, "--recompute-granularity"),
@@ -137,6 +143,20 @@ def test_what_of_megatrons_does_not_go_with_a_plan(folder: Path, ours: str, thei
 def test_what_does_not_go_with_the_guard_alone_names_the_guard() -> None:
     with pytest.raises(UsageError, match=r"^--swap-oom-guard cannot be .* or drop --swap-oom-guard\.$"):
         swap_config(parsed("--swap-oom-guard", use_torch_fsdp2=True))
+
+
+def test_flags_that_a_gpt_would_ignore_are_refused() -> None:
+    check_is_gpt(parsed(""))
+    with pytest.raises(UsageError, match=r"^--hybrid-layer-pattern M\*: .* would ignore it\. Drop it, or give"):
+        check_is_gpt(parsed("", hybrid_layer_pattern="M*"))
+
+
+def test_a_schedule_of_layers_in_parts_needs_a_forward_step_that_plans() -> None:
+    args = parsed("", overlap_moe_expert_parallel_comm=True)
+    with pytest.raises(UsageError, match=r"^--overlap-moe-expert-parallel-comm: .*return_schedule_plan=True.* Drop"):
+        check_forward_step(args, lambda data, model: None)
+    check_forward_step(args, lambda data, model, return_schedule_plan=False: None)
+    check_forward_step(parsed(""), lambda data, model: None)
 
 
 def test_a_plan_file_has_no_words_for_recomputed_segments(folder: Path) -> None:

@@ -14,6 +14,8 @@ from megatron import swap
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -118,6 +120,15 @@ def test_an_optimizer_that_is_not_megatrons_keeps_its_state() -> None:
     train(model, optimizer)
 
 
+def hybrid_stack() -> nn.Module:
+    """Return the stack of a hybrid model, of attention and MLP: Mamba's kernels need a GPU."""
+    layer = get_gpt_layer_local_spec()
+    return MambaStack(
+        config_of(), MambaStackSubmodules(attention_layer=layer, mlp_layer=layer), layer_type_list=["*", "-"],
+        post_layer_norm=False, pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )  # fmt: skip
+
+
 class FullyShardedDataParallel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -132,10 +143,16 @@ class FullyShardedDataParallel(nn.Module):
         (lambda: FullyShardedDataParallel(model_of()), "wrapped in FullyShardedDataParallel"),
         (lambda: model_with(cpu_offloading=True, cpu_offloading_num_layers=1), "--cpu-offloading-num-layers 1"),
         (lambda: model_with(cuda_graph_impl="local"), "--cuda-graph-impl local: a captured layer"),
+        (lambda: model_with(overlap_moe_expert_parallel_comm=True), "--overlap-moe-expert-parallel-comm: layers run"),
+        (lambda: model_with(moe_paged_stash=True), "--moe-paged-stash: it stores"),
+        (hybrid_stack, r"the model is a (Hybrid|Mamba)Stack of 2 layers, which is not swapped"),
+        (lambda: nn.ModuleDict({"vision_model": model_of(), "language_model": hybrid_stack()}),
+         r"language_model is a (Hybrid|Mamba)Stack of 2 layers, which is not swapped"),
         (lambda: model_of(**FULL),
          "cannot be combined with --recompute-granularity full"),
     ],
-    ids=["other", "none", "fsdp", "megatrons-offload", "graphs", "full-recomputation"],
+    ids=["other", "none", "fsdp", "megatrons-offload", "graphs", "layers-in-parts", "paged-stash", "hybrid",
+         "hybrid-beside-another", "full-recomputation"],
 )  # fmt: skip
 def test_refused_models(model: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):

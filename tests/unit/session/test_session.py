@@ -30,6 +30,7 @@ def arguments(*flags: str) -> argparse.Namespace:
         add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
         fp8_recipe="delayed",
         cpu_offloading_num_layers=0, fine_grained_activation_offloading=False, cuda_graph_impl="none",
+        overlap_moe_expert_parallel_comm=False,
         gradient_accumulation_fusion=True, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1,
         use_megatron_fsdp=False, use_torch_fsdp2=False, fp4=None, sequence_parallel=False, hidden_size=64,
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
@@ -100,7 +101,6 @@ def test_a_model_that_nobody_told_of_does_not_train(flags: str):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
 def test_a_model_without_a_stack_of_layers_does_not_train_unswapped():
-    """A hybrid model has a stack of another class."""
     before = patched()
     session = SwapSession.install(arguments("--swap-layers", "all"))
     session.attach([nn.Linear(2, 2)])
