@@ -146,7 +146,7 @@ FEATURES: dict[str, dict[str, Callable[[Run], bool] | None]] = {
         "--num-experts 4": has("--num-experts"),
         "--multi-latent-attention": None,
         "--mtp-num-layers 1": has("--mtp-num-layers"),
-        "--hybrid-layer-pattern M*-": has("--hybrid-layer-pattern"),
+        "--hybrid-layer-pattern *-": has("--hybrid-layer-pattern"),
         "--mlp-chunks-for-training 4": has("--mlp-chunks-for-training"),
         "--use-rope-scaling": None,
         "--position-embedding-type yarn": has("--position-embedding-type", "yarn"),
@@ -274,12 +274,12 @@ Rows are flags of Megatron, columns parts of Megatron Swap:
 
 | cell | meaning |
 |---|---|
-| GPU | On H200s or H100s, losses equal those without Megatron Swap to the bit. |
-| ran | Training ran on H200s or H100s, not compared. |
-| CPU | A test of a tiny model without a GPU compares the last checkpoint to the bit, most also losses. |
+| GPU | On H200s or H100s, losses are equal to the bit. |
+| ran | Training ran there, not compared. |
+| CPU | A test of a tiny model compares the last checkpoint to the bit, most also losses. |
 | refused | The flag is refused by name before the model is built. |
 | needs TE | Megatron fails without TransformerEngine. |
-| sources | Patches were written for this source; not run. |
+| sources | Patches fit this source; not run. |
 | – | Not tested. |
 
 GPU runs are rows of `docs/results`.
@@ -289,13 +289,13 @@ VERSIONS_HEAD = """\
 ## Versions
 
 `tests/integration/test_versions.py` trains with each version of megatron-core. Others train if the patched functions
-have the same source; else [a message](../guide/troubleshooting.md) names what differs.
-`tests/integration/test_built_model.py` does so with [`swap.install`](python.md), which needs `megatron.core` alone.
+are the same; else [a message](../guide/troubleshooting.md) names what differs.
+`tests/integration/test_built_model.py` does so with [`swap.install`](python.md): `megatron.core` is enough.
 0.16.1 has no trainer, and that of 0.17.1 is refused.
 """
 
 TE_HEAD = """\
-Versions of TransformerEngine. With another one, `swap: without …` names what is not recomputed.
+TransformerEngine. With another version, `swap: without …` names what is not recomputed.
 """
 
 
