@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -61,6 +61,54 @@ class _NeedsGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
         return None, None
+
+
+class _SeesLayout(torch.autograd.Function):
+    """Identity in a layer that runs again: notes the strides of the gradient of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, layout: list[tuple[int, ...]]) -> torch.Tensor:
+        ctx.layout = layout
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.layout[:] = [] if torch._debug_has_internal_overlap(grad) else [grad.stride()]  # it was expanded
+        return grad, None
+
+
+class _HandsOn(torch.autograd.Function):
+    """Identity before a checkpoint: its gradient gets the strides that it had in the layer.
+
+    A reentrant checkpoint takes it from a leaf, where autograd lays it out as the leaf. Without a checkpoint it is
+    handed on as it is, and sums over it (a bias's gradient) depend on its strides in their last bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, layout: list[tuple[int, ...]]) -> torch.Tensor:
+        ctx.layout = layout
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        strides = ctx.layout[0] if ctx.layout else grad.stride()
+        if strides != grad.stride():
+            grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return grad, None
+
+
+def _with_layouts(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor]
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Return a layer and its inputs, for a checkpoint that hands on gradients with the strides of the layer."""
+    layouts: list[list[tuple[int, ...]]] = [[] for _ in tensors]
+
+    def noting(*given: torch.Tensor) -> Any:
+        if in_backward():
+            given = tuple(map(_SeesLayout.apply, given, layouts))
+        return function(*given)
+
+    return noting, list(map(_HandsOn.apply, tensors, layouts))
 
 
 def _mark_end_of_backward(ranges: Ranges, group: Group, hidden: Any) -> None:
@@ -284,6 +332,7 @@ class LayerBoundary:
             hidden = self._hidden(args, kwargs)
             function, tensors = of_tensors_alone(run, args, kwargs, lambda value: value is hidden)
             tensors = [_NeedsGradient.of(tensor) for tensor in tensors]
+        function, tensors = _with_layouts(function, tensors)
         return self._checkpoint(function, *tensors)
 
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:

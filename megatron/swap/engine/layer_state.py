@@ -303,6 +303,8 @@ class _Some(Mapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __getitem__(self, key: Any) -> Any:
+        if key not in self.names:
+            raise KeyError(key)
         return self.of[key]
 
 

@@ -387,7 +387,7 @@ class CheckedRun:
 
     def _compare(self, first: Prints, again: Prints, trial: Prints | None) -> None:
         known, checks = self.known, self.checks
-        if first.kinds != again.kinds:
+        if first.kinds != again.kinds or (trial is not None and trial.kinds != first.kinds):
             raise self._error()
         if not known.is_tried:
             self._try(first, again, trial)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
-from megatron.swap.engine.checksum import checksum
+from megatron.swap.engine.checksum import checksum, fingerprint, parts_of
 
 BLOCK = 64 << 10
 SIZES = [1, 7, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 12345]
@@ -56,3 +59,55 @@ def test_a_view_at_any_offset_is_summed(offset: int):
 def test_large_values_do_not_overflow():
     sums = checksum(torch.full((BLOCK,), 0x7F, dtype=torch.uint8))
     assert sums[0].item() == 0x7F7F7F7F * (BLOCK // 4)
+
+
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole": lambda data: data,
+    "bf16": lambda data: data.view(torch.bfloat16),
+    "transposed": lambda data: data.view(torch.int64).view(-1, 8).t(),
+    "at an odd place": lambda data: data[1:],
+    "with gaps": lambda data: data.view(torch.int16).view(-1, 4)[:, :3],
+    "complex": lambda data: data.view(torch.complex64),
+    "conjugated": lambda data: data.view(torch.complex64).conj(),
+    "bool": lambda data: data > 100,
+}
+
+
+def prints(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat(fingerprint(tensor))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_bytes", [64, 4096, 64 * 1024])
+def test_every_byte_of_a_fingerprint_counts(form: str, num_bytes: int) -> None:
+    original = FORMS[form](data(num_bytes))
+    first = prints(original)
+    assert torch.equal(first, prints(original.clone(memory_format=torch.preserve_format)))
+    size = original.numel()
+    for place in {0, size // 3, size // 2, size - 1}:
+        changed = original.clone(memory_format=torch.preserve_format)
+        index = torch.unravel_index(torch.tensor(place), changed.shape)
+        changed[index] = 1 if changed[index] == 0 else 0
+        assert not torch.equal(first, prints(changed)), place
+
+
+def test_a_fingerprint_shows_what_changes_places() -> None:
+    original = data(3 << 20).view(torch.bfloat16).view(512, 12, 256).nan_to_num()
+    first = prints(original)
+    heads = torch.randperm(12, generator=torch.Generator().manual_seed(2))
+    for moved in (
+        original.roll(1, 0), original.roll(128, 0), original.roll(1, 1), original.roll(4, 2), original.flip(0),
+        original[:, heads], original.transpose(0, 1).contiguous(),
+    ):  # fmt: skip
+        assert not torch.equal(first, prints(moved))
+
+
+def test_the_fingerprint_is_small() -> None:
+    assert prints(data(3 << 20)).nbytes < 0.01 * (3 << 20)
+
+
+def test_the_inner_tensors_of_a_wrapper() -> None:
+    wrapper = TwoTensor(torch.ones(2), torch.zeros(3, 2)[0])
+    assert [tensor.tolist() for tensor in parts_of(wrapper)] == [[1.0, 1.0], [0.0, 0.0]]
+    assert list(parts_of(torch.eye(2).to_sparse())) == []
+    assert list(parts_of(torch.ones(2, device="meta"))) == []

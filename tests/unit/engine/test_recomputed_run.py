@@ -1,0 +1,248 @@
+"""Layers that run again: what they compute differently is an error, whatever it comes from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine.layer_state import StateReader
+from megatron.swap.engine.recomputed_run import Contexts, RecomputedRunError, RunChecks
+from tests.engine import HIDDEN, Engine, Layer, forward, loss_of, one_after_the_other, stack, train_step
+
+CONTEXTS = Contexts(nullcontext, lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+FACTOR = [1.0]
+
+
+class Block(nn.Module):
+    """Reads a global and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor, self.shift = nn.Linear(64, 64), 1.0, torch.zeros(64)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (self.linear(hidden).tanh() * FACTOR[0] * self.factor + self.shift).sin() * 2.0
+
+
+@pytest.fixture(autouse=True)
+def factor() -> Iterator[None]:
+    FACTOR[0] = 1.0
+    yield
+    FACTOR[0] = 1.0
+
+
+class Loop:
+    """Steps of one layer in a checkpoint whose runs are checked."""
+
+    def __init__(self, block: nn.Module | None = None, use_reentrant: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.block = block or Block()
+        self.device = EmulatedDevice(0.0)
+        self.checks = RunChecks(self.device)
+        self.reader = StateReader(self.block)
+        self.use_reentrant = use_reentrant
+        self.options: dict[str, Any] = {"forked": partial(torch.random.fork_rng, []), "contexts": CONTEXTS, **options}
+
+    def step(self, between: Callable[[], object] = lambda: None) -> torch.Tensor:
+        run = self.checks.run(
+            0, "layer 0", self.reader.read(), sees_saved=not self.use_reentrant, **self.options
+        )
+        hidden = torch.ones(64, 64, requires_grad=True)
+        out = checkpoint(partial(run, self.block), hidden, use_reentrant=self.use_reentrant)
+        between()
+        out.sum().backward()
+        assert hidden.grad is not None
+        return hidden.grad
+
+
+KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved tensors", "results"])
+
+
+@KINDS
+def test_a_pure_layer(use_reentrant: bool) -> None:
+    loop = Loop(use_reentrant=use_reentrant)
+    for _ in range(3):
+        loop.step()
+        loop.checks.before_step()
+    loop.checks.read()
+    assert loop.checks.take_lines() == []
+
+
+@KINDS
+def test_what_nobody_sees_is_an_error_at_once_where_a_layer_first_runs_again(use_reentrant: bool) -> None:
+    loop = Loop(use_reentrant=use_reentrant)
+    with pytest.raises(RecomputedRunError, match=r"layer 0 ran again in backward and .*a global"):
+        loop.step(lambda: FACTOR.__setitem__(0, 1.5))
+
+
+@KINDS
+@pytest.mark.parametrize("reads", ["before_step", "read"])
+def test_and_before_a_step_or_a_save_later(use_reentrant: bool, reads: str) -> None:
+    loop = Loop(use_reentrant=use_reentrant)
+    loop.step()
+    loop.step(lambda: FACTOR.__setitem__(0, 1.5))
+    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
+        getattr(loop.checks, reads)()
+    loop.checks.read()  # nothing new
+
+
+@KINDS
+def test_what_was_replaced_is_put_back(use_reentrant: bool) -> None:
+    loop = Loop(use_reentrant=use_reentrant)
+    right = loop.step()
+    assert torch.equal(loop.step(lambda: setattr(loop.block, "factor", 3.0)), right)
+    assert loop.block.factor == 3.0
+
+
+@KINDS
+def test_what_was_changed_in_place_is_refused(use_reentrant: bool) -> None:
+    loop = Loop(use_reentrant=use_reentrant)
+    with pytest.raises(UsageError, match=r"layer 0 runs again in backward, but shift changed since forward\. .*budget"):
+        loop.step(lambda: loop.block.shift.add_(1))
+
+
+@KINDS
+def test_the_context_of_forward_holds_again(use_reentrant: bool) -> None:
+    class Cast(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden) * torch.tensor(1.0).to(torch.get_default_dtype())
+
+    loop = Loop(Cast(), use_reentrant)
+    right = loop.step()
+    assert torch.equal(loop.step(lambda: torch.set_default_dtype(torch.float64)), right)
+    torch.set_default_dtype(torch.float32)
+
+
+class Noisy(Block):
+    """Another result each time, as atomic additions of a GPU give."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.noises, self.size = itertools.count(1), size
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden * (1 + self.size * next(self.noises))) * 1.0
+
+
+@KINDS
+@pytest.mark.parametrize("is_exact", [True, False], ids=["found", "known"])
+def test_kernels_that_are_not_deterministic(use_reentrant: bool, is_exact: bool) -> None:
+    loop = Loop(Noisy(1e-6), use_reentrant, is_exact=is_exact)
+    loop.checks.may_vary = True
+    for _ in range(4):
+        loop.step()
+        loop.checks.read()
+    (line,) = loop.checks.take_lines()
+    assert line.startswith("layer 0: two runs with the same inputs differ, because its kernels are not deterministic")
+    loop.block.size = 0.05  # type: ignore[assignment]
+    loop.step(lambda: setattr(loop.block, "size", 0.0))  # put back: the same noise, within the tolerance or not
+    with pytest.raises(RecomputedRunError):
+        loop.checks.read()
+
+
+@KINDS
+def test_noise_is_an_error_where_kernels_are_deterministic(use_reentrant: bool) -> None:
+    with pytest.raises(RecomputedRunError):
+        Loop(Noisy(1e-6), use_reentrant).step()
+
+
+@KINDS
+def test_large_noise_is_an_error(use_reentrant: bool) -> None:
+    loop = Loop(Noisy(0.01), use_reentrant)
+    loop.checks.may_vary = True
+    with pytest.raises(RecomputedRunError):
+        loop.step()
+
+
+def test_a_layer_with_other_operators_is_an_error_in_words() -> None:
+    """PyTorch's checkpoint would say that it is a bug of PyTorch's."""
+    class Branching(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden).exp() if FACTOR[0] > 1 else super().forward(hidden)
+
+    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
+        Loop(Branching()).step(lambda: FACTOR.__setitem__(0, 1.5))
+    FACTOR[0] = 1.5
+    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
+        Loop(Branching()).step(lambda: FACTOR.__setitem__(0, 1.0))
+
+
+def test_a_gradient_within_the_forward() -> None:
+    class Inner(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                inner = super().forward(hidden)
+                (grad,) = torch.autograd.grad(inner.sum(), hidden, create_graph=True)
+            return inner + grad
+
+    loop = Loop(Inner())
+    assert torch.equal(loop.step(), loop.step())
+    loop.checks.read()
+
+
+def test_one_run_in_each_forward_is_compared_as_a_whole() -> None:
+    checks, reader = RunChecks(EmulatedDevice(0.0)), StateReader(Block())
+    options: dict[str, Any] = {"saved": {1}, "in_turn": None, "sees_saved": True, "forked": None, "contexts": CONTEXTS}
+    whole = [
+        [key for key in range(4) if checks.run(key, f"layer {key}", reader.read(), **options).saved is None]
+        for _ in range(9)
+    ]
+    assert whole[1:] == [[step % 4] for step in range(1, 9)]
+
+
+def test_recomputed_storages_take_turns() -> None:
+    layers = stack(4)
+    with Engine(layers, swapped=(), recompute=("norm", "activation")) as engine:
+        checks, seen = engine.saved_tensors.checks, []
+        inner = checks.check_in_turn
+        checks.check_in_turn = lambda first, storage: (seen.append(first.known.name), inner(first, storage))  # type: ignore[method-assign]
+        for _ in range(len(checks._sites) or 12):
+            train_step(layers, one_after_the_other(1))
+        assert len(set(seen)) > 6
+        checks.read()
+        spec_of = checks.print_in_turn
+        checks.print_in_turn = lambda *given: (made := spec_of(*given)) and made._replace(sums=made.sums + 1)  # type: ignore[method-assign]
+        train_step(layers, one_after_the_other(1))
+        with pytest.raises(RecomputedRunError, match=r"layers\.\d/.* ran again"):
+            checks.read()
+
+
+class Transposed(nn.Module):
+    """A stack whose output is transposed, so that gradients have other strides than the tensors of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return forward(self.layers, hidden).transpose(0, 1)
+
+
+def test_gradients_have_the_strides_that_autograd_hands_on() -> None:
+    strides: dict[str, list[tuple[int, ...]]] = {"plain": [], "again": []}
+
+    def grads(model: Transposed, name: str) -> list[torch.Tensor]:
+        for layer in model.layers:
+            layer.register_full_backward_hook(lambda _, of_input, grads: strides[name].append(grads[0].stride()))
+        batch = torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        loss_of(model(batch)).backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = grads(Transposed(), "plain")
+    model = Transposed()
+    with Engine(model.layers, swapped=(), whole=(0, 1, 2)):
+        again = grads(model, "again")
+    assert strides["plain"] == strides["again"]
+    assert len(set(strides["plain"])) == 1
+    assert all(map(torch.equal, plain, again))
