@@ -17,7 +17,7 @@ from typing import Any
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-WORST = ("different", "failed", "died", "hung", "skipped", "equal")
+WORST = ("different", "failed", "died", "hung", "skipped", "refused", "equal")
 """Outcomes of ranks; that of a case is the first of these that any rank has."""
 BAD = frozenset(WORST[:4])
 MOST_CASES = 50
@@ -29,7 +29,7 @@ class Pool:
     ``MOST_CASES``, they are started anew.
 
     Args:
-        kind: ``megatron`` or ``modules``.
+        kind: one of ``report.KINDS``.
         num_ranks: of each case.
         timeout_s: seconds after which a case hangs.
         fault: a defect of ``faults`` to plant; empty: none.
