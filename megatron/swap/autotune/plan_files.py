@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.log import logger
 from megatron.swap.common.plan import Plan, save_plan
 from megatron.swap.planner.profile import Profile, save_profile
 
@@ -31,7 +31,7 @@ class PlanFiles:
         return [flag for flag, path in paths.items() if path is not None]
 
     def save(self, plan: Plan | None, profile: Profile, leaders: dict[int, int]) -> None:
-        """Write what was asked for. A file that cannot be written is reported on stderr.
+        """Write what was asked for. A file that cannot be written is reported.
 
         Args:
             plan: for the whole model.
@@ -53,4 +53,4 @@ def _write(flag: str, save: Callable[[], None]) -> None:
     try:
         save()
     except OSError as error:
-        print(f" swap: {flag} was not written: {error}", file=sys.stderr, flush=True)
+        logger.warning("%s was not written: %s", flag, error)

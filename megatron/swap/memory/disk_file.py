@@ -11,7 +11,6 @@ kvikio was considered: it needs a CUDA driver at import, and its threads do what
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import shutil
@@ -28,10 +27,9 @@ import torch
 
 from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.common.leftovers import own_file
+from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
-
-logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 * MIB
 """Bytes that one thread reads or writes in one call."""
@@ -166,7 +164,7 @@ class DiskFile:
         except OSError as error:
             self.is_direct = False
             self._direct = os.dup(self.descriptor)
-            logger.warning("swap: %s takes no direct I/O (%s): it goes through the page cache", folder, error.strerror)
+            logger.warning("%s takes no direct I/O (%s): it goes through the page cache", folder, error.strerror)
         self._open = [self.descriptor, self._direct]
         self._readers = ThreadPoolExecutor(NUM_THREADS, "swap-disk-read")
         self._writers = ThreadPoolExecutor(NUM_THREADS, "swap-disk-write")

@@ -10,7 +10,6 @@ All sizes are bytes.
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 import platform
@@ -24,11 +23,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_down
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
 from megatron.swap.native.cuda_library import clear_cuda_error
-
-logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 

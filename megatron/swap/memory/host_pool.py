@@ -12,7 +12,6 @@ direct disk I/O can use the same memory.
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from bisect import bisect_left, insort
 from collections import deque
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_down, round_up
 from megatron.swap.common.types import MIB, SwapError, format_bytes
 from megatron.swap.memory.host_budget import HostMemoryBudget
@@ -33,8 +33,6 @@ from megatron.swap.memory.host_memory import (
     gpu_numa_node,
     prepare_regions,
 )
-
-logger = logging.getLogger(__name__)
 
 MIN_SPLIT_BYTES = 4 * MIB
 """Smaller extents copy noticeably slower than the link allows (1 MiB: 86 % of full speed, 4 MiB: 96 %)."""

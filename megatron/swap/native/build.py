@@ -11,7 +11,6 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
-import logging
 import os
 import platform
 import shutil
@@ -26,9 +25,8 @@ from typing import Protocol, cast
 import torch
 
 from megatron.swap.common.leftovers import own_folder
+from megatron.swap.common.log import logger
 from megatron.swap.native.base import Core
-
-logger = logging.getLogger(__name__)
 
 FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 COMPILERS = ("g++", "c++", "clang++")
@@ -105,9 +103,9 @@ def load() -> Native | None:
         return _imported(build(cache_folder()))
     except (BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "swap: without its C++ part: no --swap-oom-guard; copies are enqueued in Python, more slowly; another "
-            "thread, DLPack or C++ that reads a tensor offloaded by TensorSwap gets a null pointer, not an error. %s",
-            error,
+            "without the C++ part of this package: no out-of-memory guard; copies are enqueued in Python, more slowly; "
+            "another thread, DLPack or C++ that reads a tensor offloaded by TensorSwap gets a null pointer, not an "
+            "error. %s", error,
         )
         return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,9 +11,8 @@ from typing import Any, Protocol, cast
 
 from torch import _ops
 
+from megatron.swap.common.log import logger
 from megatron.swap.native.build import BuildError, Library, build, cache_folder
-
-logger = logging.getLogger(__name__)
 
 MODULE = "megatron_swap_operators"
 LIBRARY = Library(MODULE, ("operator_following.cpp",), ("c10", "torch_cpu", "torch_python"))
@@ -79,7 +77,7 @@ def load_operators() -> OperatorLibrary | None:
         _pass_higher_order_operators(module.KEY)
     except (AttributeError, BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "swap: without the C++ part that follows operators, layers with recomputed operators take the host longer. "
+            "without the C++ part that follows operators, layers with recomputed operators take the host longer. "
             "%s", error,
         )  # fmt: skip
         return None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from megatron.swap.common.config import SwapConfig, parse_layers
+from megatron.swap.common.log import logger
 from megatron.swap.common.types import MIB, UsageError, layer_positions
 from megatron.swap.engine.policy import ManualPolicy, Policy
 from megatron.swap.nn.found_layers import layers_of
@@ -67,7 +68,8 @@ def activations(
         memory_fraction: the same, as a fraction of the device's memory.
         save_plan: file for the plan that is chosen.
         save_profile: file for the profile that it was made from.
-        log: takes the lines that the planner prints; ``None``: they go to standard output.
+        log: takes the lines that the planner prints; ``None``: they go to the logger ``megatron.swap``, and without
+            handlers to standard error.
         autocast_cache: False: within the layers, autocast does not keep its casts of fp32 weights until forward ends,
             half of the weights' memory. Results are those of layers under ``torch.autocast(..., cache_enabled=False)``:
             a weight that a forward uses several times gets its gradients summed in fp32, not in 16 bits.
@@ -91,17 +93,13 @@ def activations(
             given = f"layers {layers!r}" if layers != "all" else "memory_fraction"
             raise UsageError(f"{given} beside memory_gib: the planner chooses within one budget. Leave one out.")
         refuse_unplannable(model)
-        return PlannedActivations(model, found, config, device_of(found), log or _print, autocast_cache)  # type: ignore[arg-type]
+        return PlannedActivations(model, found, config, device_of(found), log or logger.info, autocast_cache)  # type: ignore[arg-type]
     if save_plan is not None or save_profile is not None:
         raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")
     policy = ManualPolicy(config.layers, (), int(min_mib * MIB)) if isinstance(layers, str) else layers
     _check_policy(policy, layers, len(found))
     _check_tail(policy, len(found), num_ahead=1 if prefetch_gib is None else 0)
     return SwappedActivations(found, policy, config, device_of(found), autocast_cache=autocast_cache)
-
-
-def _print(line: str) -> None:
-    print(f" swap: {line}", flush=True)
 
 
 def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:

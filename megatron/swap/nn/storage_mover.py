@@ -13,7 +13,6 @@ its address raises an error if there is a native part (``StorageAccess``).
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -24,12 +23,11 @@ from typing import Any
 
 import torch
 
+from megatron.swap.common.log import logger
 from megatron.swap.common.types import SwapError, format_bytes
 from megatron.swap.memory.host_pool import HostPool, Lease
 from megatron.swap.native.access import StorageAccess
 from megatron.swap.nn.transfers import Direction, Transfer, Transfers
-
-logger = logging.getLogger(__name__)
 
 
 class TransferState(Enum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.log import logger
 
 NSYS = "nsys"
 """Target for runs under ``nsys profile --capture-range=cudaProfilerApi``, in place of a folder."""
@@ -69,17 +69,16 @@ class Profiler:
             self._ranges.step(iteration + 1)
 
     def close(self) -> None:
-        """End of training: write a trace that is under way, or report on stderr that no step was traced."""
+        """End of training: write a trace that is under way, or report that no step was traced."""
         if self._timeline is not None:
             self._end()
         elif self._num_steps < self._first:
             if self._profile is not None:
                 self._profile.stop()  # only the warm-up was traced
                 self._profile = None
-            print(
-                f" swap: nothing was traced: training ended after {self._num_steps} steps, --swap-profile-steps begins "
-                f"with {self._first}",
-                file=sys.stderr, flush=True,
+            logger.warning(
+                "nothing was traced: training ended after %d steps, --swap-profile-steps begins with %d",
+                self._num_steps, self._first,
             )  # fmt: skip
 
     def abandon(self) -> None:

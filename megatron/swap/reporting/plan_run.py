@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
 
 from megatron.swap.common.collectives import gather
 from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.log import logger
 from megatron.swap.common.plan import Model, save_plan
 from megatron.swap.common.types import MIB, Site
 from megatron.swap.engine.decision import Decision
@@ -55,4 +55,4 @@ class PlanRun:
         try:
             save_plan(plan_of_run(self._describe(), merged(logs), self._config.plan), self._config.save_plan)
         except OSError as error:  # must not end the run: its last checkpoint is still to be written
-            print(f" swap: --swap-save-plan was not written: {error}", file=sys.stderr, flush=True)
+            logger.warning("--swap-save-plan was not written: %s", error)

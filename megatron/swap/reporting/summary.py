@@ -107,13 +107,12 @@ class RankReport:
     """The memory report; ``None`` if no summary was asked for."""
 
 
-def step_line(step: StepRecord, device_peak_bytes: int | None, rank: int | None = None) -> str:
-    """Return the line for an iteration, printed beside Megatron's. ``rank``: named in the line if there are several."""
-    whose = "" if rank is None else f" (rank {rank})"
+def step_line(step: StepRecord, device_peak_bytes: int | None) -> str:
+    """Return the line for an iteration, printed beside Megatron's."""
     recomputed = f" | recomputed {format_bytes(step.moved.recomputed_bytes)}" if step.moved.recomputed_bytes else ""
     peak = f" | device peak {format_bytes(device_peak_bytes)}" if device_peak_bytes is not None else ""
     return (
-        f" swap{whose}: out {format_bytes(step.moved.out_bytes)} | in {format_bytes(step.moved.in_bytes)} | "
+        f"out {format_bytes(step.moved.out_bytes)} | in {format_bytes(step.moved.in_bytes)} | "
         f"compute waited {step.moved.wait_ms:.1f} ms{recomputed}{peak}"
     )
 
@@ -320,8 +319,8 @@ def start_table(
     limit_bytes: int,
     guard_bytes: int = 0,
     needs: str | None = None,
-) -> str:
-    """Return the table before the first iteration.
+) -> list[str]:
+    """Return the lines of the table before the first iteration.
 
     The kept layers are those of a single model chunk and a prefetch window of one layer.
 
@@ -360,8 +359,8 @@ def start_table(
     return _rows(rows)
 
 
-def _rows(rows: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f" swap: {name:<16} {value}" for name, value in rows)
+def _rows(rows: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"{name:<16} {value}" for name, value in rows]
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

@@ -33,6 +33,7 @@ from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.native.guarding import build_guard
 from megatron.swap.patches import linear_weight_gradients
 from megatron.swap.planner.flags import model_of
+from megatron.swap.session.console import LogConsole
 from megatron.swap.session.model_swap import ModelSwap
 from megatron.swap.session.shared_patches import SHARED
 
@@ -186,7 +187,8 @@ class BuiltSwap(ModelSwap):
     def __init__(self, args: Namespace, config: Any) -> None:
         self._steps = TrainingSteps(self._end_step)
         num_micro_batches = lambda: self._steps.num_micro_batches  # noqa: E731
-        super().__init__(args, config, MemoryCheck(None, None), num_micro_batches, has_verdict=False)
+        console = LogConsole(config.log_level, args.rank, args.world_size)
+        super().__init__(args, config, MemoryCheck(None, None), num_micro_batches, console, has_verdict=False)
         self._args = args
         self._last: BuiltStats | None = None
         self._chunks: list[nn.Module] = []

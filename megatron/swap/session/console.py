@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.swap.common.log import logger
 from megatron.swap.patches import registry
 from megatron.swap.patches.finish import finish_patch
 
 
 class Console:
-    """Lines on standard output, unless ``--swap-log-level quiet``.
+    """Lines beside those of Megatron's trainer, on standard output, unless ``--swap-log-level quiet``.
 
     Args:
         log_level: one of ``LOG_LEVELS``.
@@ -32,12 +33,22 @@ class Console:
     def say(self, line: str) -> None:
         """Print a line that is the same on all ranks, on the first rank only."""
         if self.is_first:
-            print(f" swap: {line}", flush=True)
+            self._tell("", line)
 
     def say_here(self, lines: Sequence[str]) -> None:
         """Print lines about this rank."""
         for line in () if self.is_quiet else lines:
-            print(f" swap{self._of_rank}: {line}", flush=True)
+            self._tell(self._of_rank, line)
+
+    def _tell(self, of_rank: str, line: str) -> None:
+        print(f" swap{of_rank}: {line}", flush=True)
+
+
+class LogConsole(Console):
+    """The same lines in the logger: a program that calls ``install`` owns its standard output."""
+
+    def _tell(self, of_rank: str, line: str) -> None:
+        logger.info("%s", f"{of_rank} {line}".lstrip())
 
 
 def print_at_end(lines: Sequence[str], *, has_ended: bool) -> None:

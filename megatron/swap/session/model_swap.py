@@ -46,6 +46,7 @@ class ModelSwap:
         config: the settings.
         memory: what the model needs beside what there is.
         num_micro_batches: returns the number of micro-batches of the current step.
+        console: takes lines for users.
         has_verdict: the first steps are counted, for the lines at the end of a run.
 
     Attributes:
@@ -65,11 +66,12 @@ class ModelSwap:
         config: SwapConfig,
         memory: MemoryCheck,
         num_micro_batches: Callable[[], int],
+        console: Console,
         *,
         has_verdict: bool,
     ) -> None:
         self.config = config
-        self._console = Console(config.log_level, args.rank, args.world_size)
+        self._console = console
         self._ranges = Ranges()
         self.run_device = RunDevice(config, args.rank, self._ranges, has_verdict=has_verdict)
         self._num_micro_batches = num_micro_batches
@@ -80,7 +82,7 @@ class ModelSwap:
         self._loss = RunLoss(
             config, functools.partial(model_of, args), functools.partial(has_sum_in_loss, args)
         )
-        self.step_log = StepLog(config, self._console, args.world_size)
+        self.step_log = StepLog(config, console)
         self._profiler: Profiler | None = None
         if config.profile is not None:
             allocated = self.run_device.allocated_bytes
@@ -185,10 +187,9 @@ class ModelSwap:
                 guard=None if config.oom_guard else parts.guard,
             )
             self.auto = AutoPlan(planned.target, of_run, Output(self._console.say, self._console.say_here))
-        if self._console.is_first:
-            limits = planned.host.limit_bytes, planned.host.guard_bytes
-            reserved_bytes = parts.tier.stats().reserved_bytes
-            print(start_table(config, planned.num_layers, reserved_bytes, *limits, planned.needs), flush=True)
+        limits = planned.host.limit_bytes, planned.host.guard_bytes
+        for line in start_table(config, planned.num_layers, parts.tier.stats().reserved_bytes, *limits, planned.needs):
+            self._console.say(line)
         return parts
 
     def _on_tier_full(self, error: SwapError) -> None:

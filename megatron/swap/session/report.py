@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.log import logger
 from megatron.swap.common.types import MemoryRow
 from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.megatron_lm.optimizer_adapter import unchained
@@ -85,7 +85,7 @@ def write_summary(
         try:
             write_json(path, summary)
         except OSError as error:  # must not prevent Megatron's last checkpoint, which is still to come
-            print(f" swap: --swap-summary was not written: {error}", file=sys.stderr, flush=True)
+            logger.warning("--swap-summary was not written: %s", error)
     return summary
 
 

@@ -24,7 +24,7 @@ from megatron.swap.native.guarding import build_guard
 from megatron.swap.patches import registry
 from megatron.swap.reporting.summary import memory_lines
 from megatron.swap.session import report as reports
-from megatron.swap.session.console import print_at_end
+from megatron.swap.session.console import Console, print_at_end
 from megatron.swap.session.model_swap import ModelSwap, unknown_model
 from megatron.swap.session.upstream import patches_of, supply_fusion_kernel, switch_fusion_off
 
@@ -41,7 +41,8 @@ class SwapSession(ModelSwap):
     """
 
     def __init__(self, args: Namespace, config: SwapConfig) -> None:
-        super().__init__(args, config, check_memory(args, config), num_micro_batches, has_verdict=True)
+        console = Console(config.log_level, args.rank, args.world_size)
+        super().__init__(args, config, check_memory(args, config), num_micro_batches, console, has_verdict=True)
         self._args = args
 
     @classmethod

@@ -25,18 +25,14 @@ class StepLog:
 
     With ``--swap-summary`` each step adds about a kilobyte of host memory. Else memory does not grow.
 
-    Args:
-        world_size: number of ranks.
-
     Attributes:
         records: one per iteration with ``--swap-summary``; else the sum of all but the last, and the last.
     """
 
-    def __init__(self, config: SwapConfig, console: Console, world_size: int) -> None:
+    def __init__(self, config: SwapConfig, console: Console) -> None:
         self.records: list[StepRecord] = []
         self._config = config
         self._console = console
-        self._world_size = world_size
         self._totals = Totals()
         self._num_refused_said = 0
 
@@ -101,8 +97,8 @@ class StepLog:
 
     def show(self, step: StepRecord, peak_bytes: int | None, writer: Any) -> None:
         """Print the line of ``step``, and write its scalars to Megatron's TensorBoard ``writer``, if there is one."""
-        if not self._console.is_quiet and is_last_rank():
-            print(step_line(step, peak_bytes, self._console.rank if self._world_size > 1 else None), flush=True)
+        if is_last_rank():
+            self._console.say_here([step_line(step, peak_bytes)])
         if writer is not None:
             for name, value in scalars(step, peak_bytes).items():
                 writer.add_scalar(name, value, step.iteration)

@@ -279,7 +279,7 @@ def test_a_plan_need_not_name_the_sites_of_a_rank_that_did_not_make_it(
 
 @pytest.mark.parametrize("full", ["save_plan", "save_profile"])
 def test_a_file_that_cannot_be_written_takes_no_other_with_it(
-    full: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    full: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan, profile = Plan(model(8), None, None, None, ()), random_profile(1)
     paths = {"save_plan": str(tmp_path / "a" / "plan.json"), "save_profile": str(tmp_path / "b" / "profile.json")}
@@ -291,7 +291,7 @@ def test_a_file_that_cannot_be_written_takes_no_other_with_it(
     else:
         assert load_profile(paths["save_profile"]) == profile
     flag = f"--{full.replace('_', '-')}".replace("--", "--swap-")
-    assert capsys.readouterr().err == f" swap: {flag} was not written: [Errno 28] No space left on device\n"
+    assert caplog.messages == [f"{flag} was not written: [Errno 28] No space left on device"]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])

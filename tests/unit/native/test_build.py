@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
     assert queue_class() is PythonQueue
-    assert "without its C++ part: no --swap-oom-guard" in caplog.text
+    assert "without the C++ part of this package: no out-of-memory guard" in caplog.text
 
 
 def test_several_ranks_build_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -274,9 +274,12 @@ def test_lines_figures_and_files(tmp_path: Path) -> None:
     assert load_plan(files["save_plan"]).model == load_profile(files["save_profile"]).model
 
 
-def test_lines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_logged_and_standard_output_is_the_programs(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     swap.activations(mlps(), memory_gib=1.0).close()
-    assert capsys.readouterr().out.startswith(" swap: at most 1.00 GiB of device memory")
+    assert caplog.messages[0].startswith("at most 1.00 GiB of device memory")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_fraction_of_the_memory() -> None:

@@ -54,11 +54,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_counts_its_own_steps(tmp_path: Pat
     assert traced_steps(profiler.path) == ["step 103"]
 
 
-def test_a_run_that_ends_before_its_traced_steps_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_ends_before_its_traced_steps_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     profiler = Profiler(str(tmp_path), 4, 5, rank=0, ranges=Ranges(), allocated_bytes=lambda: None)
     profiler.step_ended(1)
     profiler.close()
-    assert "nothing was traced: training ended after 1 steps" in capsys.readouterr().err
+    assert "nothing was traced: training ended after 1 steps" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 

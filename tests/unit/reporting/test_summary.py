@@ -179,10 +179,11 @@ def test_a_plan_that_swaps_nothing_is_no_matter_of_sizes():
 
 
 def test_the_table_at_the_start_names_layers_tail_and_memory():
-    text = start_table(SwapConfig(layers=frozenset(range(24))), 24, 512 * MIB, 4096 * MIB)
+    text = "\n".join(start_table(SwapConfig(layers=frozenset(range(24))), 24, 512 * MIB, 4096 * MIB))
     for word in ("0-23 of 24", "all modules", "22-23", "512 MiB", "4.00 GiB"):
         assert word in text
-    narrow = start_table(SwapConfig(layers=frozenset({0, 1}), modules=("mlp",), prefetch_gib=2), 24, 0, MIB)
+    config = SwapConfig(layers=frozenset({0, 1}), modules=("mlp",), prefetch_gib=2)
+    narrow = "\n".join(start_table(config, 24, 0, MIB))
     for word in ("0-1 of 24", "mlp", "none", "2.00 GiB"):
         assert word in narrow
     model = Model(24, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
@@ -191,7 +192,7 @@ def test_the_table_at_the_start_names_layers_tail_and_memory():
         PlanClass("5", {"norm/0": SitePlan("recompute")}), PlanClass("7", {}, ("layer",)),
     )  # fmt: skip
     plan = Plan(model, None, None, None, classes)
-    planned = start_table(SwapConfig(layers=frozenset(), plan=plan), 24, 0, MIB)
+    planned = "\n".join(start_table(SwapConfig(layers=frozenset(), plan=plan), 24, 0, MIB))
     recomputed = "recomputed       layers 5, 7 of"
     for word in ("0-3, 22-23 of 24: the sites that the plan names", "22-23: backward", recomputed):
         assert word in planned
@@ -218,8 +219,8 @@ def test_recomputed_bytes_add_up_and_reasons_are_told_once():
 
 
 def test_the_table_at_the_start_names_needs_first():
-    lines = start_table(SwapConfig(layers=frozenset({0})), 4, 0, MIB, needs="at least 1 GiB").splitlines()
-    assert lines[0] == " swap: memory           at least 1 GiB"
-    assert lines[1].startswith(" swap: chosen ")
-    auto = start_table(SwapConfig(layers=frozenset(), auto=True), 4, 0, MIB, needs="at least 1 GiB").splitlines()
+    lines = start_table(SwapConfig(layers=frozenset({0})), 4, 0, MIB, needs="at least 1 GiB")
+    assert lines[0] == "memory           at least 1 GiB"
+    assert lines[1].startswith("chosen ")
+    auto = start_table(SwapConfig(layers=frozenset(), auto=True), 4, 0, MIB, needs="at least 1 GiB")
     assert auto[0] == lines[0]

@@ -367,7 +367,7 @@ def model_of_depth(num_layers: int) -> GPTModel:
     return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
 
 
-def test_a_model_swaps_once() -> None:
+def test_a_model_swaps_once(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     swapped = swap.install(model, optimizer, layers="all", config=SMALL)
@@ -376,8 +376,11 @@ def test_a_model_swaps_once() -> None:
     train(model, optimizer)
     swapped.close()
     assert untouched(model)
-    with swap.install(model, optimizer, layers="all", config=SMALL):
+    caplog.clear()  # Megatron's own
+    with swap.install(model, optimizer, layers="all", config=SMALL | {"log_level": "info"}):
         train(model, optimizer)
+    assert caplog.messages[0] == "chosen           layers 0-3 of 4: all modules"
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("how", ["raises", "closes"])

@@ -25,7 +25,7 @@ class Run:
         self.num_retries = 0
         self.manager: Any = SimpleNamespace(counters=self.counters, guard=SimpleNamespace(take_rescues=self.take))
         self.device: Any = SimpleNamespace(take_retries=lambda: self.num_retries)
-        self.log = StepLog(SwapConfig(frozenset(), summary=summary), Console("quiet", 0, 1), 1)
+        self.log = StepLog(SwapConfig(frozenset(), summary=summary), Console("quiet", 0, 1))
         self.number = 0
 
     def take(self) -> list[Rescue]:

@@ -1,0 +1,33 @@
+"""The logger of this package's own lines: ``megatron.swap``.
+
+Standard output belongs to the program that trains. Lines at INFO are worth reading: a program that configures logging
+gets them in its own handlers, and ``logging.getLogger("megatron.swap").setLevel(logging.WARNING)`` drops them. Without
+handlers they go to standard error, where logging alone would print warnings only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+logger = logging.getLogger("megatron.swap")
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Prints the lines that no other handler gets."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter(" swap: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        above = logger.parent if logger.propagate else None
+        if logger.handlers == [self] and (above is None or not above.hasHandlers()):
+            self.setStream(sys.stderr)  # the present one: programs replace it
+            super().emit(record)
+
+
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
+logger.addHandler(_StandardError())
