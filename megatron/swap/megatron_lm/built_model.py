@@ -18,7 +18,7 @@ from megatron.swap.common.command_line import CommandLine, nearest_flag
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.megatron_lm.layer import check_stacks
-from megatron.swap.megatron_lm.optimizer_adapter import unchained
+from megatron.swap.megatron_lm.optimizer_adapter import stepped_params, unchained
 from megatron.swap.megatron_lm.versions import ADDED_LATER
 
 PREFIX = "--swap-"
@@ -92,7 +92,8 @@ def unwrapped(model: nn.Module | Iterable[nn.Module]) -> tuple[list[nn.Module], 
     Raises:
         UsageError: a chunk has no ``TransformerBlock``, or its weights are sharded by FSDP.
     """
-    chunks = list(model) if isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module) else [model]
+    is_one = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
+    chunks = list(model) if isinstance(model, Iterable) and not is_one else [model]
     if not chunks:
         raise UsageError("install: the list of model chunks is empty. Pass the chunks of this rank.")
     inner: list[nn.Module] = []
@@ -116,6 +117,32 @@ def unwrapped(model: nn.Module | Iterable[nn.Module]) -> tuple[list[nn.Module], 
             )
         inner.append(chunk)
     return inner, is_data_parallel
+
+
+def check_optimizer(optimizer: Any, chunks: Sequence[nn.Module]) -> None:
+    """Refuse what is no optimizer of these chunks' parameters. ``None``: it is not given.
+
+    Raises:
+        UsageError: says what was given, and what to give.
+    """
+    if optimizer is None:
+        return
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    mine = {id(param) for chunk in chunks for param in chunk.parameters()}
+    if kind is optimizer:
+        wrong = "is a class"
+    elif any("Scheduler" in base.__name__ for base in kind.__mro__):
+        wrong = "schedules learning rates"
+    elif not callable(getattr(optimizer, "step", None)):
+        wrong = "has no step"
+    elif (stepped := stepped_params(optimizer)) and not any(id(param) in mine for param in stepped):
+        wrong = f"steps {len(stepped)} parameters, and none of them is this model's"
+    else:
+        return
+    raise UsageError(
+        f"optimizer: {kind.__name__} {wrong}. Pass the optimizer that was made for this model, Megatron's or torch's; "
+        "or leave it out: a step then ends when any optimizer of the model's parameters has stepped."
+    )
 
 
 def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) -> Namespace:

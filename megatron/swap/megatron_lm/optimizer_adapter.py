@@ -306,6 +306,23 @@ def unchained(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
+def stepped_params(optimizer: Any) -> list[torch.Tensor]:
+    """Return the model's parameters that ``optimizer`` steps: none if its class does not tell."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [param for group in optimizer.param_groups for param in group["params"]]
+    found: list[torch.Tensor] = []
+    for one in unchained(optimizer) if isinstance(optimizer, MegatronOptimizer) else ():
+        if isinstance(one, DistributedOptimizer):
+            found += one.model_param_gbuf_map
+        elif isinstance(one, Float16OptimizerWithFloat16Params):
+            found += (param for group in (*one.float16_groups, *one.fp32_from_fp32_groups) for param in group)
+        elif isinstance(one, FP32Optimizer):
+            found += stepped_params(one.optimizer)
+        else:
+            return []
+    return found
+
+
 def main_params_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the main parameters of a ``MegatronOptimizer`` that are copies of the model's, as they were made.
 

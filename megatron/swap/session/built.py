@@ -24,6 +24,7 @@ from megatron.swap.megatron_lm.arguments import swap_config
 from megatron.swap.megatron_lm.built_model import (
     args_of,
     blocks_of,
+    check_optimizer,
     note_batch,
     parse_settings,
     unwrapped,
@@ -82,6 +83,7 @@ def install(
     """
     flags = parse_settings(_settings({"memory_gib": memory_gib, "layers": layers, "plan": plan}, config))
     chunks, is_data_parallel = unwrapped(model)
+    check_optimizer(optimizer, chunks)
     _check_free(chunks, optimizer)
     args = args_of(chunks, optimizer, flags)
     of_plan = None if flags.swap_plan is None else load_plan(flags.swap_plan).model
@@ -125,9 +127,7 @@ def _settings(given: Mapping[str, Any], config: Mapping[str, Any] | None) -> dic
 
 
 def _check_free(chunks: Sequence[nn.Module], optimizer: Any) -> None:
-    """Refuse what cannot be an optimizer, and a model or an optimizer that another ``install`` has not given back."""
-    if optimizer is not None and not callable(getattr(optimizer, "step", None)):
-        raise UsageError(f"optimizer: {type(optimizer).__name__} has no step. Pass Megatron's optimizer or torch's.")
+    """Refuse a model or an optimizer that another ``install`` has not given back."""
     for other in SHARED.models:
         if isinstance(other, BuiltSwap) and other.uses(chunks, optimizer):
             raise UsageError("install: this model or its optimizer swaps already. Call close() of that install first.")

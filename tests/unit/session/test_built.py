@@ -25,12 +25,14 @@ from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.built_model import parse_settings
 from megatron.swap.patches import cpu, registry
+from tests.unit.megatron_lm.test_optimizer_adapter import megatrons_optimizer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds a model for machines without CUDA")
 TOKENS = torch.arange(33)[None].expand(2, -1) % 64
 POSITIONS = torch.arange(32)[None].expand(2, -1)
 MASK = torch.ones(32, 32).triu(1).bool()[None, None]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 SMALL = {"min_mib": 0.0001, "host_gib": 0.25, "host_unchecked": True, "log_level": "quiet"}
 
 
@@ -100,7 +102,11 @@ def untouched(model: nn.Module) -> bool:
         ({"layers": "all", "config": {"oom_guard": "yes"}}, "oom_guard: 'yes' is given; it must be True or False"),
         ({"memory_gib": True}, "memory_gib: True is given; it must be a value"),
         ({"memory_gib": -1e-5}, "--swap-memory-gib -1e-05: must be a number of GiB above 0"),
-        ({"layers": "all", "optimizer": [1]}, "optimizer: list has no step"),
+        ({"layers": "all", "optimizer": [1]}, "optimizer: list has no step. Pass the optimizer that was made for"),
+        ({"layers": "all", "optimizer": SGD}, "optimizer: SGD steps 1 parameters, and none of them is this model's"),
+        ({"layers": "all", "optimizer": torch.optim.lr_scheduler.StepLR(SGD, 1)}, "StepLR schedules learning rates"),
+        ({"layers": "all", "optimizer": torch.optim.SGD}, "optimizer: SGD is a class"),
+        ({"layers": "all", "optimizer": megatrons_optimizer()}, "FP32Optimizer steps 3 parameters, and none of them"),
     ],
 )
 def test_refused_arguments(arguments: Mapping[str, Any], words: str) -> None:
@@ -140,6 +146,7 @@ class FullyShardedDataParallel(nn.Module):
     [
         (lambda: nn.Sequential(nn.Linear(2, 2)), "Sequential has no TransformerBlock of Megatron.*swap.activations"),
         (list, "the list of model chunks is empty"),
+        (lambda: None, "NoneType is no module. Pass this rank's model chunks"),
         (lambda: FullyShardedDataParallel(model_of()), "wrapped in FullyShardedDataParallel"),
         (lambda: model_with(cpu_offloading=True, cpu_offloading_num_layers=1), "--cpu-offloading-num-layers 1"),
         (lambda: model_with(cuda_graph_impl="local"), "--cuda-graph-impl local: a captured layer"),
@@ -151,7 +158,7 @@ class FullyShardedDataParallel(nn.Module):
         (lambda: model_of(**FULL),
          "cannot be combined with --recompute-granularity full"),
     ],
-    ids=["other", "none", "fsdp", "megatrons-offload", "graphs", "layers-in-parts", "paged-stash", "hybrid",
+    ids=["other", "empty", "none", "fsdp", "megatrons-offload", "graphs", "layers-in-parts", "paged-stash", "hybrid",
          "hybrid-beside-another", "full-recomputation"],
 )  # fmt: skip
 def test_refused_models(model: Any, words: str) -> None:
