@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -146,6 +146,20 @@ def override_method(module: nn.Module, name: str, function: Callable[..., Any]) 
     return restore
 
 
+class NotCopied:
+    """Base of objects that belong to one model. A copy of them, or of that model, would share its hooks and memory."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a model that is swapped can be neither copied nor pickled (deepcopy, AveragedModel, torch.save): do that "
+            "before it is swapped, or after close(). Its state_dict() can."
+        )
+
+    def _refuse_copies_of(self, module: nn.Module) -> Callable[[], None]:
+        """Refuse copies of ``module``, before what hangs on it is copied. Return a function that allows them again."""
+        return override_method(module, "__reduce_ex__", self.__reduce_ex__)
+
+
 def has_boundary(module: nn.Module) -> bool:
     """Whether a layer's boundary replaces the forward of ``module``, under whatever replaces it since."""
     override = vars(module).get("forward")
@@ -187,7 +201,7 @@ class BoundaryOptions:
     forked: Callable[[], AbstractContextManager[None]] | None = None
 
 
-class LayerBoundary:
+class LayerBoundary(NotCopied):
     """Replaces the ``forward`` of one layer by one that handles the layer's saved tensors.
 
     Args:
@@ -226,6 +240,7 @@ class LayerBoundary:
         self._before: LayerState | None = None  # of the run that has just ended, while steps are measured
         self._inner = module.forward
         self._restore = override_forward(module, self._forward)
+        self._allow_copies = self._refuse_copies_of(module)
 
     def set_position(self, position: LayerPosition, checkpoint: Callable[..., Any] | None = None) -> None:
         """Set the position and ``checkpoint`` that hold from the next forward on."""
@@ -236,6 +251,7 @@ class LayerBoundary:
         """Restore the layer's own forward."""
         if self._names is not None:
             self._names.remove()
+        self._allow_copies()
         self._restore()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

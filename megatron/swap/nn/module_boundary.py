@@ -71,12 +71,6 @@ class ModuleBoundary(LayerBoundary):
             "(Hugging Face: model.gradient_checkpointing_disable()) or swap other layers."
         )
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UsageError(
-            "a model whose activations are swapped can be neither copied nor pickled: do that before "
-            "swap.activations(...), or after close(). Its state_dict() can."
-        )
-
 
 @contextmanager
 def _uncached() -> Iterator[None]:

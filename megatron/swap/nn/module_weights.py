@@ -25,7 +25,7 @@ from megatron.swap.common.types import GIB, MOST, SwapError, UsageError, format_
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.engine.layer_hooks import has_boundary, in_backward
+from megatron.swap.engine.layer_hooks import NotCopied, has_boundary, in_backward
 from megatron.swap.memory.host_memory import (
     HostMemoryError,
     PinStrategy,
@@ -100,7 +100,7 @@ def weights(
     return WeightSwap(module, layers, training=training, host_gib=host_gib, device=device)
 
 
-class WeightSwap:
+class WeightSwap(NotCopied):
     """Offloaded weights of a model. Made by ``weights``; a context that yields itself.
 
     Not thread-safe: one call of the model at a time. Host memory and buffers live until ``close``, which waits for the

@@ -111,6 +111,7 @@ class PlannedActivations(SwappedActivations):
             take_peak=self._take_peak,
             guard=None if self._guard.is_on else self._guard,
         )
+        self._undo.append(self._refuse_copies_of(self._model))
         self._undo.append(override_forward(self._model, self._observed(self._model.forward)))
         self._undo.append(self._recorder.watch(self._model))
         self._auto = AutoPlan(self._target, parts, Output(self._say, self._say_here))

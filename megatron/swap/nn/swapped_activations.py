@@ -16,7 +16,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.build import build_engine
-from megatron.swap.engine.layer_hooks import BoundaryOptions
+from megatron.swap.engine.layer_hooks import BoundaryOptions, NotCopied
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION, OomGuard, Rescue
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.settings import EngineSettings, Instruments
@@ -83,7 +83,7 @@ class SwapStats:
         return text
 
 
-class SwappedActivations:
+class SwappedActivations(NotCopied):
     """Layers whose activations are swapped, until ``close`` or the end of its ``with``. Made by ``activations``.
 
     Attributes:

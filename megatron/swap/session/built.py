@@ -19,7 +19,7 @@ from megatron.swap.common.counters import Totals
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import check_model, load_plan
 from megatron.swap.common.types import GIB, UsageError, format_bytes
-from megatron.swap.engine.layer_hooks import in_backward
+from megatron.swap.engine.layer_hooks import NotCopied, in_backward
 from megatron.swap.megatron_lm.arguments import swap_config
 from megatron.swap.megatron_lm.built_model import (
     args_of,
@@ -181,7 +181,7 @@ class BuiltStats:
         return text
 
 
-class BuiltSwap(ModelSwap):
+class BuiltSwap(ModelSwap, NotCopied):
     """A model whose layers swap, until ``close`` or the end of its ``with``. Made by ``install``."""
 
     def __init__(self, args: Namespace, config: Any) -> None:
@@ -201,6 +201,7 @@ class BuiltSwap(ModelSwap):
 
     def _begin(self, chunks: list[nn.Module], *, is_data_parallel: bool, optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
+        self._undo += map(self._refuse_copies_of, chunks)
         own = [has_own_checkpointed_forward(block) for chunk in chunks for block in blocks_of(chunk)]
         applied = SHARED.add(self, self._args, self.config, self.planned.kinds, patches_full=not all(own))
         self._undo.append(functools.partial(SHARED.remove, self))

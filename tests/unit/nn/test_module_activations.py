@@ -415,15 +415,6 @@ def test_a_plan_that_recomputes_whole_layers_is_refused() -> None:
         swap.activations(mlps(), Whole({0}, (), 0))
 
 
-def test_a_swapped_model_is_neither_copied_nor_pickled() -> None:
-    model = mlps()
-    with swap.activations(model, "0-1"):
-        with pytest.raises(UsageError, match="neither copied nor pickled"):
-            copy.deepcopy(model)
-        model.load_state_dict(copy.deepcopy(model.state_dict()))
-    copy.deepcopy(model)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_around_layers(use_reentrant: bool) -> None:
     """A checkpoint around a layer that is to be swapped is refused. A checkpoint around another layer stays one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -380,9 +382,13 @@ def test_a_model_swaps_once(caplog: pytest.LogCaptureFixture, capfd: pytest.Capt
     swapped = swap.install(model, optimizer, layers="all", config=SMALL)
     with pytest.raises(UsageError, match=r"this model or its optimizer swaps already. Call close\(\)"):
         swap.install(model, optimizer, layers="all", config=SMALL)
+    for copied in copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel:
+        with pytest.raises(UsageError, match="neither copied nor pickled"):
+            copied(model)
     train(model, optimizer)
     swapped.close()
     assert untouched(model)
+    assert "__reduce_ex__" not in vars(model)
     caplog.clear()  # Megatron's own
     with swap.install(model, optimizer, layers="all", config=SMALL | {"log_level": "info"}):
         train(model, optimizer)
