@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from megatron.swap.engine.recomputed_run import RunChecks
 
@@ -51,6 +52,17 @@ def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], 
     return end
 
 
+_watching: weakref.WeakSet[TrainingSteps] = weakref.WeakSet()
+"""PyTorch's hook on all optimizers lives as long as the process. It must not hold models that were deleted."""
+_hooks: list[RemovableHandle] = []
+"""The one hook, while anybody watches. No finalizer removes it: PyTorch may be walking its hooks."""
+
+
+def _optimizer_stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for steps in list(_watching):
+        steps.saw_step_of(optimizer)
+
+
 class TrainingSteps:
     """Counts forwards and steps. A step without a forward does not end.
 
@@ -66,6 +78,7 @@ class TrainingSteps:
         self.number = 0
         self.num_forwards = self._last_num_forwards = 0
         self._on_end = on_end
+        self._chunks: list[nn.Module] = []
         self._is_told = self._was_stepped = False
 
     @property
@@ -78,13 +91,21 @@ class TrainingSteps:
 
         Several optimizers may step in a step. Returns a function that ends the watching.
         """
-        mine = list(chunks)
+        self._chunks = list(chunks)
+        _watching.add(self)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_optimizer_stepped))
+        return self._stop_watching
 
-        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if holds_params_of(optimizer, mine):  # else it is another model's
-                self._was_stepped = True
+    def _stop_watching(self) -> None:
+        _watching.discard(self)
+        while _hooks and not _watching:
+            _hooks.pop().remove()
 
-        return register_optimizer_step_post_hook(stepped).remove
+    def saw_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that ``optimizer`` has stepped, which may be another model's."""
+        if holds_params_of(optimizer, self._chunks):
+            self._was_stepped = True
 
     def optimizer_stepped(self) -> None:
         """End the step, since its only optimizer has stepped, unless the ends of steps are told."""

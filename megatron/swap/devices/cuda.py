@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +46,12 @@ def most_fraction(reserved_bytes: int, free_bytes: int, total_bytes: int, others
     """
     left_bytes = min(others_bytes, total_bytes // 16)
     return (reserved_bytes + max(0, free_bytes - left_bytes)) / total_bytes
+
+
+def _set_fraction(device: torch.device, before: float, ours: float) -> None:
+    """Undo the limit ``ours`` of PyTorch's memory, unless the user has set another one since."""
+    if torch.cuda.get_per_process_memory_fraction(device) == ours:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 class _Stall:
@@ -92,7 +100,7 @@ class CudaDevice(Device):
         self._peak_bytes = self._peak_reserved_bytes = 0
         self._num_retries = 0
         self._guard_objects: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        self._fractions: tuple[float, float] | None = None
+        self._limit: weakref.finalize[Any, CudaDevice] | None = None  # undone if the device is dropped, too
 
     def current_stream(self) -> torch.cuda.Stream:
         # torch.cuda.current_stream makes an object at every call, and we ask several times for every saved storage.
@@ -197,18 +205,18 @@ class CudaDevice(Device):
 
     def leave_free(self, is_wanted: bool) -> None:
         now = torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        if is_wanted and self._fractions is None:
+        if is_wanted and self._limit is None:
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
             is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
             others_bytes = FREE_ALONE_BYTES if is_alone else FREE_AMONG_RANKS_BYTES
             most = most_fraction(self.reserved_bytes(), free_bytes, total_bytes, others_bytes)
             torch.cuda.set_per_process_memory_fraction(min(now, most), self.torch_device)
-            self._fractions = now, torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        elif not is_wanted and self._fractions is not None:
-            before, ours = self._fractions
-            if now == ours:  # else the user has set another one since
-                torch.cuda.set_per_process_memory_fraction(before, self.torch_device)
-            self._fractions = None
+            ours = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+            self._limit = weakref.finalize(self, _set_fraction, self.torch_device, now, ours)
+            self._limit.atexit = False
+        elif not is_wanted and self._limit is not None:
+            self._limit()
+            self._limit = None
 
     def native_event(self, event: Event) -> int:
         assert isinstance(event, torch.cuda.Event)

@@ -131,8 +131,12 @@ class CopyStream:
         if self._longest_delay_s:
             time.sleep(self._random.uniform(0, self._longest_delay_s))
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Let the thread end behind what is enqueued."""
         self._work.put(None)
+
+    def join(self) -> None:
+        """Wait for that."""
         self._thread.join()
 
 
@@ -181,6 +185,8 @@ class EmulatedDevice(Device):
         self._longest_delay_s = longest_delay_s
         self._seed = seed
         self._streams: list[CopyStream] = []
+        self._when_dropped = weakref.finalize(self, _end, self._streams, self._is_limited)  # without ``close``
+        self._when_dropped.atexit = False
 
     def current_stream(self) -> ComputeStream:
         return ComputeStream()
@@ -263,8 +269,16 @@ class EmulatedDevice(Device):
             stream.record_event().synchronize()
 
     def close(self) -> None:
+        self._when_dropped.detach()
+        _end(self._streams, self._is_limited)
         for stream in self._streams:
-            stream.close()
+            stream.join()
         self._streams.clear()
-        if self._is_limited:
-            native().unlimit_ram()
+
+
+def _end(streams: Sequence[CopyStream], is_limited: bool) -> None:
+    """End the threads of ``streams`` and the limit of memory. Wait for nothing: a finalizer runs on any thread."""
+    for stream in streams:
+        stream.end()
+    if is_limited:
+        native().unlimit_ram()

@@ -119,11 +119,7 @@ class HostArena:
         return [region.tensor for region in regions]
 
     def close(self) -> None:
-        """Unregister all memory. Every copy must be over. A mapping is unmapped with the last tensor on it.
-
-        The memory of an arena that is dropped without ``close`` stays registered until memory is registered for the
-        same device the next time.
-        """
+        """Unregister all memory. Every copy must be over. A mapping is unmapped with the last tensor on it."""
         for region in self._regions:
             region.unregister()
         self._regions.clear()

@@ -13,19 +13,18 @@ import ctypes
 import mmap
 import os
 import platform
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
-from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_down
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
+from megatron.swap.memory.mapping import Mapping, release_dropped
 from megatron.swap.native.cuda_library import clear_cuda_error
 
 PAGE_BYTES = 4096
@@ -267,62 +266,10 @@ class PrepareTimes:
     register_s: float
 
 
-class _Mapping(mmap.mmap):
-    """A private anonymous mapping that is not unmapped while it is registered with CUDA.
-
-    CUDA would refuse the next mapping at the same address (error 712). When the last reference to a registered mapping
-    is dropped, the mapping waits in ``dropped`` instead, until ``_release_dropped`` unregisters it.
-
-    Attributes:
-        address: of its first byte.
-        device: number of the CUDA device that it is registered for; None: it is not registered.
-        dropped: mappings that nobody refers to any more, still registered.
-    """
-
-    address = 0
-    device: int | None = None
-    dropped: ClassVar[list[_Mapping]] = []
-
-    def __del__(self) -> None:
-        # A copy may still run, and a finalizer may run on any thread at any moment, also when the interpreter ends. So
-        # it neither waits nor calls CUDA.
-        if self.device is not None:
-            self.dropped.append(self)
-
-    def unregister(self) -> None:
-        """End the registration, if there is one. No copy of this memory may be under way."""
-        if self.device is None:
-            return
-        device, self.device = self.device, None
-        with torch.cuda.device(device):
-            status = torch.cuda.cudart().cudaHostUnregister(self.address)
-        if int(status) != 0:
-            clear_cuda_error()
-            logger.warning("cudaHostUnregister failed with CUDA error %d", int(status))
-
-
-_release_lock = threading.Lock()
-
-
-def _release_dropped(device: int) -> None:
-    """Unregister and unmap the mappings that were dropped while they were registered for CUDA device ``device``.
-
-    No tensor on them is left, so no further copy can begin; waiting for the device ends the copies under way.
-    """
-    with _release_lock:
-        found = [mapping for mapping in list(_Mapping.dropped) if mapping.device == device]
-        if found:
-            torch.cuda.synchronize(device)
-        for mapping in found:
-            mapping.unregister()
-            _Mapping.dropped.remove(mapping)
-
-
 class HostRegion:
     """One private anonymous mapping, registered with CUDA as a whole: any range of it can be one copy.
 
-    The mapping lives as long as the region, ``tensor`` or a view of it, and is then unmapped. If it is still registered
-    at that moment, it is unmapped only when memory is registered for the same device the next time.
+    The mapping lives as long as the region, ``tensor`` or a view of it, and is then unregistered and unmapped.
 
     Attributes:
         tensor: all bytes, uint8.
@@ -335,7 +282,7 @@ class HostRegion:
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool, numa_node: int | None) -> None:
-        self._mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping = Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
             self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.nbytes = nbytes
@@ -404,7 +351,7 @@ def prepare_regions(
     """
     start = time.perf_counter()
     if device is not None:
-        _release_dropped(device)
+        release_dropped(device)
     touch_threads = strategy.touch_threads or min(16, len(os.sched_getaffinity(0)))
     touchers = ThreadPoolExecutor(touch_threads, "swap-touch")
     registrars = ThreadPoolExecutor(strategy.register_threads, "swap-register")

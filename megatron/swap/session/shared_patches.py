@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,15 +19,18 @@ from megatron.swap.session.upstream import ModelEvents, patches_of_model
 class SharedPatches:
     """Applies the patches that the first model needs, adds what further ones need, and reverts all with the last one.
 
-    The patched functions call this object, which passes each call on to the model that it concerns.
-
-    Attributes:
-        models: those that swap now.
+    The patched functions call this object, which passes each call on to the model that it concerns. It keeps no model
+    alive: one that is deleted is forgotten.
     """
 
     def __init__(self) -> None:
-        self.models: list[ModelEvents] = []
+        self._models: list[weakref.ref[ModelEvents]] = []
         self._applied: list[AppliedPatches] = []
+
+    @property
+    def models(self) -> list[ModelEvents]:
+        """The models that swap now."""
+        return [model for reference in self._models if (model := reference()) is not None]
 
     def add(
         self, model: ModelEvents, args: Namespace, config: SwapConfig, kinds: Collection[str], *, patches_full: bool
@@ -48,14 +52,18 @@ class SharedPatches:
             [patch for patch in patches.needs if patch.symbol not in there],
             [patch for patch in patches.optional if patch.symbol not in there],
         )
-        self.models.append(model)
+        self._models.append(weakref.ref(model, self._forget))
         self._applied.append(applied)
         return applied
 
     def remove(self, model: ModelEvents) -> None:
         """Forget ``model``. Patches stay until the last model is gone: a graph of another one may call them."""
-        self.models.remove(model)
-        while self._applied and not self.models:
+        for reference in [one for one in self._models if one() is model]:
+            self._forget(reference)
+
+    def _forget(self, reference: weakref.ref[ModelEvents]) -> None:
+        self._models.remove(reference)
+        while self._applied and not self._models:
             self._applied.pop().revert()
 
     @contextmanager

@@ -21,7 +21,7 @@ class FakeMemory:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * GIB, 160 * GIB))
         monkeypatch.setattr(CudaDevice, "reserved_bytes", lambda _: 40 * GIB)
         self.device = object.__new__(CudaDevice)
-        vars(self.device).update(torch_device=torch.device("cuda", 0), _fractions=None)
+        vars(self.device).update(torch_device=torch.device("cuda", 0), _limit=None)
 
     def limit(self, fraction: float, _: object) -> None:
         self.fraction = fraction

@@ -417,7 +417,7 @@ def refuse(*_: object) -> None:
 def test_a_device_that_got_no_guard_closes_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An automatic plan runs without it, and the end of the run must not expect it."""
     device = object.__new__(CudaDevice)
-    vars(device).update(torch_device=torch.device("cuda", 0), _turns={}, _guard_objects=None, _fractions=None)
+    vars(device).update(torch_device=torch.device("cuda", 0), _turns={}, _guard_objects=None, _limit=None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(cuda_stream=1))
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(cuda_event=2, record=lambda _: None))
     monkeypatch.setattr(cuda, "cuda_guard", refuse)

@@ -25,6 +25,7 @@ from megatron.swap.memory.host_memory import (
     prepare_regions,
     safe_host_bytes,
 )
+from megatron.swap.memory.mapping import Mapping
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -191,6 +192,7 @@ class FakeCudart:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronized.append)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
         class Device:
             def __init__(self, device: int) -> None: ...
@@ -283,8 +285,26 @@ class TestRegions:
         assert not is_mapped(address)
 
     def test_dropped_while_registered(self, monkeypatch):
-        """The registration ends only when no tensor is left and the device is idle, and before the unmapping."""
+        """The registration ends when no tensor is left and the device is idle, and before the unmapping."""
         cudart = FakeCudart(monkeypatch)
+        regions, _ = prepare_regions([MIB] * 2, strategy=PinStrategy(), device=1, numa_node=None)
+        viewed, other = (region.address for region in regions)
+        view = regions[0].tensor[5:]
+        del regions
+        gc.collect()
+        assert set(cudart.registered) == {viewed}
+        assert cudart.synchronized == [1]
+        assert not is_mapped(other)
+        del view
+        assert cudart.registered == {}
+
+    @pytest.mark.parametrize("where", ["ranks", "capture"])
+    def test_dropped_where_a_finalizer_waits_for_nothing(self, where, monkeypatch):
+        """The registration ends when memory is registered for the device the next time."""
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: where == "ranks")
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        cudart = FakeCudart(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: where == "capture")
         regions, _ = prepare_regions([MIB] * 3, strategy=PinStrategy(), device=1, numa_node=None)
         viewed, *others = (region.address for region in regions)
         view = regions[0].tensor[5:]
@@ -304,7 +324,7 @@ class TestRegions:
         for region in (*regions, *other_device):
             region.unregister()
         assert cudart.registered == {}
-        assert host_memory._Mapping.dropped == []
+        assert Mapping.dropped == []
 
     def test_registered_when_the_interpreter_ends(self):
         ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -368,6 +371,25 @@ def test_a_layer_that_runs_again_and_whose_input_needs_no_gradient_any_more(tmp_
                 train(one, optimizer)
             assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert (swapped.stats().out_bytes > 0) == (action == "swap")
+
+
+def test_a_model_that_is_deleted_without_close_is_freed() -> None:
+    """As in a notebook. Patches end with the last model, threads with their device."""
+    before, threads = set(registry._in_place), set(threading.enumerate())
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    swapped = swap.install(model, layers="all", config=SMALL)
+    train(model, optimizer)
+    held = [weakref.ref(one) for one in (model, swapped, *model.parameters())]
+    begun = set(threading.enumerate()) - threads
+    assert begun
+    del model, optimizer, swapped
+    gc.collect()
+    assert [reference() for reference in held if reference() is not None] == []
+    assert set(registry._in_place) == before
+    for thread in begun:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
 
 
 def model_of_depth(num_layers: int) -> GPTModel:
