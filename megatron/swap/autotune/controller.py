@@ -50,7 +50,9 @@ class AutoPlan:
         self._meter = StepMeter(target, parts, self._swap_all)
         self._profiler = WorkloadProfiler(target, parts, self._ranks)
         self._planner = PipelinePlanner(self._ranks, parts.pipeline_rank, target.config.max_candidates)
-        self._files = PlanFiles(target.config, self._ranks.rank, parts.pipeline_rank)
+        self._files = PlanFiles(
+            target.config, self._ranks.rank, parts.pipeline_rank, lambda line: output.this_rank([line])
+        )  # fmt: skip
         self._guard = parts.guard
         self._reported: dict[str, Plan | None] = {}
         self._undo: list[Callable[[], None]] = [self._profiler.close]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.log import logger
 from megatron.swap.common.plan import Plan, save_plan
 from megatron.swap.planner.profile import Profile, save_profile
 
@@ -18,11 +17,12 @@ class PlanFiles:
         config: paths of the files.
         rank: this rank of the run; rank 0 writes the plan.
         stage: this rank's stage of the pipeline.
+        say: takes a line for the user about a file that cannot be written: training goes on without it.
     """
 
-    def __init__(self, config: SwapConfig, rank: int, stage: int) -> None:
+    def __init__(self, config: SwapConfig, rank: int, stage: int, say: Callable[[str], None]) -> None:
         self._plan_path, self._profile_path = config.save_plan, config.save_profile
-        self._rank, self._stage = rank, stage
+        self._rank, self._stage, self._say = rank, stage, say
 
     @property
     def flags(self) -> list[str]:
@@ -31,7 +31,7 @@ class PlanFiles:
         return [flag for flag, path in paths.items() if path is not None]
 
     def save(self, plan: Plan | None, profile: Profile, leaders: dict[int, int]) -> None:
-        """Write what was asked for. A file that cannot be written is reported.
+        """Write what was asked for.
 
         Args:
             plan: for the whole model.
@@ -40,17 +40,15 @@ class PlanFiles:
         """
         if self._plan_path is not None and plan is not None and self._rank == 0:
             path = self._plan_path
-            _write("--swap-save-plan", lambda: save_plan(plan, path))
+            self._write("--swap-save-plan", lambda: save_plan(plan, path))
         if self._profile_path is not None and leaders[self._stage] == self._rank:
             target = Path(self._profile_path)
             if len(leaders) > 1:
                 target = target.with_name(f"{target.stem}.stage-{self._stage}{target.suffix}")
-            _write("--swap-save-profile", lambda: save_profile(profile, target))
+            self._write("--swap-save-profile", lambda: save_profile(profile, target))
 
-
-def _write(flag: str, save: Callable[[], None]) -> None:
-    """Report an error instead of raising it: training goes on, and the next file is tried."""
-    try:
-        save()
-    except OSError as error:
-        logger.warning("%s was not written: %s", flag, error)
+    def _write(self, flag: str, save: Callable[[], None]) -> None:
+        try:
+            save()
+        except OSError as error:
+            self._say(f"{flag} was not written: {error}")

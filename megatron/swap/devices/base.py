@@ -213,7 +213,7 @@ class Device(ABC):
         Raises:
             UsageError: guards do not support this device.
         """
-        raise UsageError(f"--swap-oom-guard does not support {self.name}. Drop the flag.")
+        raise UsageError(f"--swap-oom-guard does not support {self.name}. Leave it out.")
 
     def leave_free(self, is_wanted: bool) -> None:
         """Limit PyTorch while ``is_wanted``, so that some device memory stays free. Without a GPU do nothing.
@@ -229,7 +229,7 @@ class Device(ABC):
         Raises:
             UsageError: guards do not support this device.
         """
-        raise UsageError(f"--swap-oom-guard does not support {self.name}. Drop the flag.")
+        raise UsageError(f"--swap-oom-guard does not support {self.name}. Leave it out.")
 
     @abstractmethod
     def mark(self) -> Mark:

@@ -437,13 +437,13 @@ class Recomputer:
         if storage.nbytes() != spec.num_bytes:
             raise SwapError(
                 f"{spec.site}: the recomputed storage has {storage.nbytes()} bytes instead of {spec.num_bytes}: its "
-                "kernel has changed since forward. Drop --swap-recompute, and report this."
+                "kernel has changed since forward. Recompute nothing, and report this."
             )
         if spec.checksum is not None and not torch.equal(checksum(bytes_of(storage)), spec.checksum):
             raise VerifyError(
-                f"--swap-verify: {spec.site} ({spec.num_bytes} bytes) was recomputed and is different from what "
-                "autograd saved. Either something wrote to one of its inputs, or its kernel is not deterministic. "
-                "Please report this with the model's flags; until then drop --swap-recompute."
+                f"{spec.site} ({spec.num_bytes} bytes) was recomputed and is different from what autograd saved. "
+                "Either something wrote to one of its inputs, or its kernel is not deterministic. Please report this; "
+                "until then recompute nothing."
             )
 
 

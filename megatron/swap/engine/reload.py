@@ -218,7 +218,7 @@ def _check(handle: Handle) -> None:
     """Compare the reloaded bytes with the checksum computed when they were saved."""
     if handle.checksum is not None and not torch.equal(checksum(handle.bytes_view()), handle.checksum):
         raise VerifyError(
-            f"--swap-verify: {handle.site} ({handle.num_bytes} bytes) came back different from what autograd "
-            "saved. Either something wrote to the tensor after it was saved, or a copy went wrong. Please report "
-            "this with the model's flags; until then exclude the layer or module from --swap-layers/--swap-modules."
+            f"{handle.site} ({handle.num_bytes} bytes) came back different from what autograd saved. Either something "
+            "wrote to the tensor after it was saved, or a copy went wrong. Please report this; until then do not swap "
+            f"layer {handle.site.layer}."
         )

@@ -155,8 +155,8 @@ def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: 
     raise HostMemoryError(
         f"--swap-host-gib asks for {format_bytes(requested_bytes)} of host memory{together}, but only "
         f"{format_bytes(share_bytes)} a rank are available ({capacity.reason}). Lower --swap-host-gib to at most "
-        f"{share_bytes / GIB:.1f} ({capacity.safe_bytes / GIB:.1f} is safe), swap fewer layers "
-        "(--swap-layers), or, if this machine's memory grows on demand, add --swap-host-unchecked."
+        f"{share_bytes / GIB:.1f} ({capacity.safe_bytes / GIB:.1f} is safe), or swap fewer layers (--swap-layers). For "
+        "a machine whose memory grows on demand, --swap-host-unchecked ends this check."
     )
 
 

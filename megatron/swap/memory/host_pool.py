@@ -342,8 +342,7 @@ class HostPool:
                 f"the host pool cannot provide {purpose}: {format_bytes(available_bytes)} of host memory are available "
                 f"now, fewer than at the start: another process has taken them, or a limit of the cgroup. "
                 f"{format_bytes(self._reserved_bytes)} are reserved. End that process or swap fewer layers "
-                "(--swap-layers or layers=…). In training by flags, --swap-host-unchecked ends this check, for a "
-                "machine whose memory grows on demand."
+                "(--swap-layers). For a machine whose memory grows on demand, --swap-host-unchecked ends this check."
             )
         sizes: list[int] = []
         needed_bytes = short_bytes
@@ -364,7 +363,7 @@ class HostPool:
                 f"the host pool cannot provide {purpose}: {format_bytes(self._leased_bytes)} are leased, "
                 f"{format_bytes(self._reserved_bytes)} reserved, the limit is {format_bytes(limit_bytes)} "
                 f"(reserved by others: {self.budget.holders()}). "
-                "Raise --swap-host-gib (host_gib=…) or swap fewer layers (--swap-layers or layers=…)."
+                "Raise --swap-host-gib or swap fewer layers (--swap-layers)."
             )
         sizes = self._slab_sizes(short_bytes, room_bytes, purpose)
         regions, self.last_growth = prepare_regions(

@@ -120,7 +120,7 @@ def native(needs: str = NEEDS) -> _Native:
     if found is None:
         raise UsageError(
             f"{needs} the C++ part of this package, which is built on first use: there is no compiler here (g++, c++, "
-            "clang++ or CXX), it failed (see the warning), or MEGATRON_SWAP_NATIVE=0 is set. Drop the flag, or install "
+            "clang++ or CXX), it failed (see the warning), or MEGATRON_SWAP_NATIVE=0 is set. Leave it out, or install "
             "a compiler."
         )
     return cast(_Native, found)
@@ -141,7 +141,7 @@ def _cuda_allocator() -> CDLL:
     try:
         return load_cuda_allocator()
     except BuildError as error:
-        raise UsageError(f"{NEEDS} a C++ library that wraps PyTorch's allocator: {error}. Drop the flag.") from error
+        raise UsageError(f"{NEEDS} a C++ library that wraps PyTorch's allocator: {error}. Leave it out.") from error
 
 
 def new_guard(*cuda: object) -> GuardCore:
@@ -152,8 +152,8 @@ def new_guard(*cuda: object) -> GuardCore:
     """
     if native().is_any_guard_in_force():
         raise UsageError(
-            "an out-of-memory guard is at work in this process already (--swap-oom-guard, oom_guard=True), and there "
-            "can be one at a time. Close what opened it first, or open this one without."
+            "an out-of-memory guard is at work in this process already (--swap-oom-guard), and there can be one at a "
+            "time. Close what opened it first, or open this one without."
         )
     return native().Guard(0, *cuda)
 
@@ -169,16 +169,16 @@ def cuda_guard(device: int, stream: int, done: int) -> GuardCore:
     """
     cuda_library = loaded_cuda_library()
     if cuda_library is None:
-        raise UsageError(f"{NEEDS} libcudart as a library of its own, and this PyTorch has loaded none. Drop the flag.")
+        raise UsageError(f"{NEEDS} libcudart as a library of its own, and this PyTorch has loaded none. Leave it out.")
     try:
         core = new_guard(cuda_library, device, stream, done)
     except RuntimeError as error:
-        raise UsageError(f"{NEEDS} CUDA's runtime: {error}. Drop the flag.") from error
+        raise UsageError(f"{NEEDS} CUDA's runtime: {error}. Leave it out.") from error
     library = _cuda_allocator()
     make_room, report = MAKE_ROOM(native().make_room_address()), REPORT(native().report_address())
     refusal = library.megatron_swap_cuda_install(make_room, report)
     if refusal is not None:
-        raise UsageError(f"{NEEDS} PyTorch's own CUDA allocator: {refusal.decode()}. Drop the flag, or that allocator.")
+        raise UsageError(f"{NEEDS} PyTorch's own CUDA allocator: {refusal.decode()}. Leave it out, or that allocator.")
     return core
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron.swap.common.config import SwapConfig, parse_layers
 from megatron.swap.common.log import logger
+from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import MIB, UsageError, layer_positions
 from megatron.swap.engine.policy import ManualPolicy, Policy
 from megatron.swap.nn.found_layers import layers_of
@@ -16,6 +17,7 @@ from megatron.swap.nn.planned_activations import PlannedActivations, refuse_unpl
 from megatron.swap.nn.swapped_activations import SwappedActivations
 
 
+@ACTIVATIONS.errors()
 def activations(
     model: nn.Module | Iterable[nn.Module],
     layers: str | Policy = "all",
@@ -48,7 +50,6 @@ def activations(
         print(swapped.stats())
 
     Losses, gradients and weights are bit-equal to a run without swapping. Nothing has to be called between steps.
-    Error messages may name the command-line flags: ``--swap-host-gib`` is ``host_gib``.
 
     Args:
         model: a model, or its layers in the order of forward. The layers of a model are the children of every outermost

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import UsageError
 from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward
 
@@ -45,6 +46,7 @@ class ModuleBoundary(LayerBoundary):
             return self._own_forward(*args, **kwargs)
         return self._run_bounded(*args, **kwargs)
 
+    @ACTIVATIONS.errors()
     def _run_bounded(self, *args: Any, **kwargs: Any) -> Any:
         # The boundary's hooks would hide the layer from the checkpoint, which would save all and recompute nothing.
         if in_checkpoint():

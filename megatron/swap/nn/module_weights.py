@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import GIB, MOST, SwapError, UsageError, format_bytes, is_within
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
@@ -65,6 +66,7 @@ class WeightStats:
     stayed_bytes: int
 
 
+@ACTIVATIONS.errors()
 def weights(
     module: nn.Module,
     layers: Iterable[nn.Module] | None = None,

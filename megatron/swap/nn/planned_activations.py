@@ -17,6 +17,7 @@ from megatron.swap.autotune.training_steps import TrainingSteps, read_checks
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Infeasible
+from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import GIB, LINEAR, OPERATOR, SwapError, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
@@ -98,7 +99,7 @@ class PlannedActivations(SwappedActivations):
         load_operators()  # built once for a machine, and now: a step that waits for the compiler would be judged slow
         for switched, line in take_over(self._model):
             self._undo += switched
-            self._log(line)
+            self._say_here([line])
         parts = RunParts(
             boundaries=self._planned,
             device=self._device,
@@ -133,11 +134,11 @@ class PlannedActivations(SwappedActivations):
 
     def _say(self, line: str) -> None:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            self._log(line)
+            self._say_here([line])
 
     def _say_here(self, lines: Sequence[str]) -> None:
         for line in lines:
-            self._log(line)
+            self._log(ACTIVATIONS(line))
 
     def _on_tier_full(self, error: SwapError) -> None:
         if self._auto is not None:
@@ -171,6 +172,7 @@ class PlannedActivations(SwappedActivations):
         """
         self._steps.tell()
 
+    @ACTIVATIONS.errors()
     def _end_step(self, number: int) -> None:
         if self._last is not None or self._auto is None:
             return

@@ -77,7 +77,7 @@ class Profiler:
                 self._profile.stop()  # only the warm-up was traced
                 self._profile = None
             logger.warning(
-                "nothing was traced: training ended after %d steps, --swap-profile-steps begins with %d",
+                "nothing was traced: training ended after %d steps, before the first one to trace, step %d",
                 self._num_steps, self._first,
             )  # fmt: skip
 

@@ -8,7 +8,6 @@ import torch
 
 from megatron.swap.common.collectives import gather
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.log import logger
 from megatron.swap.common.plan import Model, save_plan
 from megatron.swap.common.types import MIB, Site
 from megatron.swap.engine.decision import Decision
@@ -45,14 +44,19 @@ class PlanRun:
             self._log = None
         return [f"--swap-plan: {line}" for line in lines]
 
-    def save(self) -> None:
-        """Save the plan if the settings ask for it. Call it on all ranks at the end of training; rank 0 writes."""
+    def save(self) -> list[str]:
+        """Save the plan if the settings ask for it. Call it on all ranks at the end of training; rank 0 writes.
+
+        Returns:
+            A line for users if it cannot be written.
+        """
         if self._config.save_plan is None or self._log is None:
-            return
+            return []
         logs = gather(self._log.sites)
         if logs is None:
-            return
+            return []
         try:
             save_plan(plan_of_run(self._describe(), merged(logs), self._config.plan), self._config.save_plan)
         except OSError as error:  # must not end the run: its last checkpoint is still to be written
-            logger.warning("--swap-save-plan was not written: %s", error)
+            return [f"--swap-save-plan was not written: {error}"]
+        return []

@@ -18,6 +18,7 @@ from megatron.swap.common.config import LAYER_SYNTAX
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import check_model, load_plan
+from megatron.swap.common.spelling import INSTALL
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.engine.layer_hooks import NotCopied, in_backward
 from megatron.swap.megatron_lm.arguments import swap_config
@@ -39,6 +40,7 @@ from megatron.swap.session.model_swap import ModelSwap
 from megatron.swap.session.shared_patches import SHARED
 
 
+@INSTALL.errors()
 def install(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Any = None,
@@ -58,8 +60,7 @@ def install(
         swapped.close()
 
     Losses, gradients and weights are bit-equal to a run without swapping. Call it on every rank, before training or
-    between two steps, when the model is on its device. Error messages may name the command-line flags:
-    ``--swap-host-gib`` is ``config={"host_gib": …}``.
+    between two steps, when the model is on its device.
 
     Args:
         model: this rank's model chunk, or its chunks in the order of the virtual pipeline stages; in Megatron's
@@ -194,6 +195,9 @@ class BuiltSwap(ModelSwap, NotCopied):
         self._chunks: list[nn.Module] = []
         self._optimizer: Any = None
 
+    def _observed(self, chunk: nn.Module) -> Callable[..., Any]:
+        return INSTALL.errors()(super()._observed(chunk))
+
     def uses(self, chunks: Sequence[nn.Module], optimizer: Any) -> bool:
         """Return whether one of ``chunks`` swaps by this install, or it offloads the state of ``optimizer``."""
         offloads = self.optimizer_swap is not None and optimizer is not None and optimizer is self._optimizer
@@ -259,6 +263,7 @@ class BuiltSwap(ModelSwap, NotCopied):
         """
         self._steps.tell()
 
+    @INSTALL.errors()
     def _end_step(self, number: int) -> None:
         if self._last is None:
             self.step_ended(number, {}, None)
@@ -318,7 +323,7 @@ class BuiltSwap(ModelSwap, NotCopied):
                 self._profiler.close()
             self._reload_state()
         if self._steps.number and self.planned.plan_run is not None:
-            self.planned.plan_run.save()
+            self._console.say_here(self.planned.plan_run.save())
         if self._steps.number and self.auto is not None:
             self.auto.finish()
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.swap.common.log import logger
+from megatron.swap.common.spelling import INSTALL
 from megatron.swap.patches import registry
 from megatron.swap.patches.finish import finish_patch
 
@@ -48,7 +49,7 @@ class LogConsole(Console):
     """The same lines in the logger: a program that calls ``install`` owns its standard output."""
 
     def _tell(self, of_rank: str, line: str) -> None:
-        logger.info("%s", f"{of_rank} {line}".lstrip())
+        logger.info("%s", INSTALL(f"{of_rank} {line}".lstrip()))
 
 
 def print_at_end(lines: Sequence[str], *, has_ended: bool) -> None:

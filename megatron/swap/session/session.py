@@ -168,7 +168,7 @@ class SwapSession(ModelSwap):
             mine.memory = self._memory(mine, chunks, optimizer)
         self.close()
         if self.planned.plan_run is not None:
-            self.planned.plan_run.save()
+            self._console.say_here(self.planned.plan_run.save())
         if self.auto is not None:
             self.auto.finish()
         of_ranks = gather(mine)

@@ -279,19 +279,19 @@ def test_a_plan_need_not_name_the_sites_of_a_rank_that_did_not_make_it(
 
 @pytest.mark.parametrize("full", ["save_plan", "save_profile"])
 def test_a_file_that_cannot_be_written_takes_no_other_with_it(
-    full: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    full: str, tmp_path: Path
 ) -> None:
     plan, profile = Plan(model(8), None, None, None, ()), random_profile(1)
     paths = {"save_plan": str(tmp_path / "a" / "plan.json"), "save_profile": str(tmp_path / "b" / "profile.json")}
-    config = SwapConfig(frozenset(), auto=True)
-    files = PlanFiles(replace(config, **{**paths, full: "/dev/full"}), rank=0, stage=0)  # type: ignore[arg-type]
+    config, lines = SwapConfig(frozenset(), auto=True), list[str]()
+    files = PlanFiles(replace(config, **{**paths, full: "/dev/full"}), 0, 0, lines.append)  # type: ignore[arg-type]
     files.save(plan, profile, {0: 0})
     if full == "save_profile":
         assert load_plan(paths["save_plan"]) == plan
     else:
         assert load_profile(paths["save_profile"]) == profile
     flag = f"--{full.replace('_', '-')}".replace("--", "--swap-")
-    assert caplog.messages == [f"{flag} was not written: [Errno 28] No space left on device"]
+    assert lines == [f"{flag} was not written: [Errno 28] No space left on device"]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
@@ -299,7 +299,7 @@ def test_of_a_pipeline_each_stage_writes_its_profile_and_rank_0_the_plan(rank: i
     config = SwapConfig(
         frozenset(), auto=True, save_plan=str(tmp_path / "plan.json"), save_profile=str(tmp_path / "profile.json")
     )
-    files = PlanFiles(config, rank, stage=rank // 2)
+    files = PlanFiles(config, rank, rank // 2, print)
     files.save(Plan(model(8), None, None, None, ()), random_profile(1), {0: 1, 1: 2})
     written = {0: {"plan.json"}, 1: {"profile.stage-0.json"}, 2: {"profile.stage-1.json"}, 3: set()}
     assert {path.name for path in tmp_path.iterdir()} == written[rank]

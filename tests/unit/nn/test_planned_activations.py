@@ -392,9 +392,9 @@ def compiled(module: nn.Module) -> nn.Module:
     [
         (mlps, {"layers": "0-3", "memory_gib": 1.0}, "layers '0-3' beside memory_gib"),
         (mlps, {"memory_fraction": 0.5, "memory_gib": 1.0}, "memory_fraction beside memory_gib"),
-        (mlps, {"memory_gib": 0.0}, "--swap-memory-gib 0"),
+        (mlps, {"memory_gib": 0.0}, "memory_gib=0.0: must be"),
         (mlps, {"memory_gib": 1e9}, "at most what the device has"),
-        (mlps, {"memory_fraction": 2.0}, "--swap-memory-fraction 2"),
+        (mlps, {"memory_fraction": 2.0}, "memory_fraction=2"),
         (mlps, {"save_plan": "plan.json"}, "give memory_gib too"),
         (lambda: list(mlps()), {"memory_gib": 1.0}, "plan a whole model"),
         (lambda: nn.Sequential(Mlp(), Mlp().to("meta")), {"memory_gib": 1.0}, "cpu, meta: a budget needs a model on"),
