@@ -47,7 +47,7 @@ case "${PROFILER:-}" in
 esac
 
 train=(bash "$SWAP_ROOT/examples/pretrain_gpt_swap.sh" --eval-iters 0 --train-iters "$last_step" --swap-profile-steps "$steps" "$@")
-case " $* " in *" --help "* | *" -h "*) exec "${train[@]}" ;; esac
+case " $* " in *" --help "* | *" --help-swap "* | *" -h "*) exec "${train[@]}" ;; esac
 case " $* " in
     *" --swap-layers none "* | *" --swap-layers=none "*) swap_die "with --swap-layers none there is nothing to judge. Choose layers." ;;
     *" --swap-layers "* | *" --swap-layers="*) ;;

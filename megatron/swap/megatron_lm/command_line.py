@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from megatron.swap.common.command_line import CommandLine, is_flag, plain_name
 from megatron.swap.common.failures import report_errors
@@ -18,10 +19,10 @@ from megatron.swap.patches.registry import PatchError
 def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the ``--swap-…`` flags: Megatron's ``extra_args_provider``.
 
-    The parser's help begins with these flags, and its errors are a paragraph. Once it has parsed the command line of
-    the program, two more things hold. A script that asks for swapping and then trains without ``SwapSession.install``,
-    which ``swap.pretrain`` calls, ends with an error before the model is built. An error of ours that nobody catches is
-    printed without a traceback, unless ``--swap-log-level debug`` is given.
+    The parser's help begins with these flags, ``--help-swap`` prints them alone, and its errors are a paragraph. Once
+    it has parsed the command line of the program, two more things hold. A script that asks for swapping and then trains
+    without ``SwapSession.install``, which ``swap.pretrain`` calls, ends with an error before the model is built. An
+    error of ours that nobody catches is printed without a traceback, unless ``--swap-log-level debug`` is given.
 
     Args:
         parser: Megatron's, or any other.
@@ -36,7 +37,9 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.usage = parser.usage or "%(prog)s [--swap-… flags] [Megatron's flags]"  # its flags alone are 750 lines
     theirs = list(parser._action_groups)
     add_swap_flags(parser)
-    parser._action_groups.sort(key=theirs.__contains__)  # ours first; the sort is stable
+    ours = [group for group in parser._action_groups if group not in theirs]
+    parser._action_groups[:] = [*ours, *theirs]
+    parser.add_argument("--help-swap", action=_HelpSwap, groups=ours, help="show the --swap-… flags alone and exit")
     return parser
 
 
@@ -70,6 +73,24 @@ class _HelpFormatter(argparse.HelpFormatter):
             return super()._expand_help(action)
         except (ValueError, TypeError, KeyError):
             return action.help or ""
+
+
+class _HelpSwap(argparse.Action):
+    """Prints the help of ``groups``, and ends the program as ``--help`` does."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, groups: Sequence[Any], **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
+        self._groups = groups
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        formatter = parser._get_formatter()
+        for group in self._groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        print(formatter.format_help(), end="")
+        parser.exit()
 
 
 def _require_session() -> None:
