@@ -38,7 +38,8 @@ class SwapStats:
     Attributes:
         out_bytes, in_bytes: copied to host memory, and back.
         stayed_bytes: copied but not released, because others referred to the tensor or it was changed.
-        num_late: storages whose reload began only with their layer's backward.
+        num_late: storages whose reload began only with their layer's backward. 0, but in steps that a planner measures,
+            and where the prefetch window is smaller than what a layer offloads.
         wait_ms: time that compute waited for copies, as far as the device has run.
         held_bytes: offloaded now.
         host_peak_bytes: most bytes offloaded at once.

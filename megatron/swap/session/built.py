@@ -145,7 +145,8 @@ class BuiltStats:
         predicted_gib, predicted_ms: peak and step time of the present plan, predicted; ``None``: there is no plan.
         peak_gib, step_ms: those of the last step, measured; ``None``: no planner measures them.
         out_bytes, in_bytes: copied to host memory, and back, since the start.
-        num_late: storages whose reload began only with their layer's backward.
+        num_late: storages whose reload began only with their layer's backward. 0, but in steps that a planner measures,
+            and where the prefetch window is smaller than what a layer offloads.
         wait_ms: time that compute waited for copies, as far as the device has run.
         state_bytes: optimizer state that is offloaded now.
         host_bytes: host memory that is reserved, with optimizer state.
