@@ -189,7 +189,8 @@ def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_
         for key in ("losses", "grad_norms", "weights_sha256"):
             row[f"{key}_equal"] = bool(row.get(key)) and row.get(key) == (first or row).get(key)
         row["losses_equal"] = row["losses_equal"] and row["grad_norms_equal"] and row["weights_sha256_equal"]
-        print(f"   {case}: equal to the first run: {row['losses_equal']}", flush=True)
+        if row["outcome"] in COMPLETE:
+            print(f"   {case}: equal to the first run: {row['losses_equal']}", flush=True)
         yield row
 
 
@@ -275,6 +276,12 @@ def verify(options: argparse.Namespace, command: str) -> int:
     facts = machine.facts()
     if len(options.held_gib) > (num_gpus := facts["machine"]["num_gpus"]):
         raise VerifyError(f"--held-gib has {len(options.held_gib)} figures, there are {num_gpus} GPUs")
+    if facts["machine"]["gpu"] == "none" and options.what != "overhead" and "transformer_engine" in options.spec:
+        small = "--case tiny" if options.what == "equality" else "--shape tiny"
+        raise VerifyError(
+            f"{options.what} with --spec transformer_engine, the default, needs a GPU, and there is none. The "
+            f"emulation runs --spec local {small}"
+        )
     made_by = {"suite": f"prove-{options.what}", "command": command, "held_gib": options.held_gib, **facts}
     compared = {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what]
     with memory_hog(options.held_gib):

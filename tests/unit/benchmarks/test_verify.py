@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -98,6 +99,20 @@ def test_what_cannot_be_held_is_refused_before_anything_runs(
     assert said in capsys.readouterr().err
     assert holds == []
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+@pytest.mark.parametrize(("what", "small"), [("equality", "--case tiny"), ("ranks", "--shape tiny")])
+def test_a_machine_without_a_gpu_is_told_once(
+    what: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], holds: list[list[float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(verify.machine, "facts", lambda: {**FACTS, "machine": {"gpu": "none", "num_gpus": 0}})
+    assert status(what, "--output", tmp_path / "rows.jsonl") == 1
+    assert holds == []
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(rf"error: {what} .* needs a GPU, and there is none. .* --spec local {small}\n", printed.err)
+    assert status(what, *small.split(), "--spec", "local", "--output", tmp_path / "rows.jsonl") == 0
 
 
 def test_two_at_once_do_not_lose_each_others_rows(
