@@ -200,7 +200,7 @@ POINTS = {
 CPU_POINTS = {
     "cpu": Point("--memory-gib 0.009",
                  "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --vocab-size 500 --swap-min-mib 0.05 "
-                 f"{_sequences(128, 2, 4)}", profile="profile/profile-cpu.json", iterations=4, common=ON_CPU),
+                 f"{_sequences(128, 2, 4)}", profile="runs/profile-cpu.json", iterations=4, common=ON_CPU),
 }  # fmt: skip
 """A point that shows on any machine that this program works."""
 

@@ -10,7 +10,7 @@
 # Settings from the environment, besides those of the example:
 #   PROFILER=nsys|torch     choose (default: nsys if it can be used)
 #   PROFILE_STEPS=4-5       steps to trace, from 3 on
-#   PROFILE_DIR=FOLDER      output folder (default: profile/DATE-TIME)
+#   PROFILE_DIR=FOLDER      output folder (default: runs/profile-DATE-TIME)
 #   NSYS=/path/to/nsys      if it is neither on PATH nor below /opt/nvidia
 # Output: about.json (machine, versions, commit), run.json (the summary), the trace (rank-0.json.gz, or trace.nsys-rep and trace.sqlite),
 # findings.json, copies.csv, step.png, and trace.perfetto.json.gz for https://ui.perfetto.dev.
@@ -19,7 +19,7 @@ set -euo pipefail
 swap_setup_env run
 
 steps="${PROFILE_STEPS:-4-5}"
-folder="${PROFILE_DIR:-$SWAP_ROOT/profile/$(date +%Y%m%d-%H%M%S)}"
+folder="${PROFILE_DIR:-$SWAP_ROOT/runs/profile-$(date +%Y%m%d-%H%M%S)}"
 
 [[ "$steps" =~ ^([0-9]{1,9})(-([0-9]{1,9}))?$ ]] || swap_die "PROFILE_STEPS=$steps: give a step or a range of steps, N or N-M."
 first_step=$((10#${BASH_REMATCH[1]})); last_step=$((10#${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}))

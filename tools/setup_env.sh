@@ -134,7 +134,14 @@ swap_check_existing() { # kind
     # megatron.swap is found beside an installed megatron-core, because neither has a megatron/__init__.py.
     export PYTHONPATH="$SWAP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
     [ "${SWAP_CHECKED:-}" != "$1 $SWAP_PYTHON" ] || return 0
-    "$SWAP_PYTHON" "$SWAP_ROOT/tools/check_environment.py" "$1" >/dev/null || exit 1
+    local notes told
+    notes="$("$SWAP_PYTHON" "$SWAP_ROOT/tools/check_environment.py" "$1" 2>&1 >/dev/null)" || { printf '%s\n' "$notes" >&2; exit 1; }
+    # What an environment goes without is told once; where the checkout may not be written to, in each run.
+    told="$SWAP_ROOT/.data/told-$(printf '%s' "$SWAP_PYTHON $notes" | sha256sum | cut -c1-16)"
+    if [ -n "$notes" ] && [ ! -e "$told" ]; then
+        printf '%s\n' "$notes" >&2
+        { mkdir -p "$SWAP_ROOT/.data" && : >"$told"; } 2>/dev/null || true
+    fi
     export SWAP_CHECKED="$1 $SWAP_PYTHON"
 }
 
