@@ -34,14 +34,14 @@ def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], 
             here.read()
 
     def steps(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        alive = [chunk for reference in mine if (chunk := reference()) is not None]
+        if (here := of()) is None:
+            return
         if optimizer not in known:
-            if not holds_params_of(optimizer, alive):
+            if not holds_params_of(optimizer, [chunk for one in mine if (chunk := one()) is not None]):
                 return
             known.add(optimizer)
             optimizer.register_state_dict_pre_hook(saves)
-        if (here := of()) is not None:
-            here.before_step()
+        here.before_step()
 
     handles = [register_optimizer_step_pre_hook(steps), *(one.register_state_dict_pre_hook(saves) for one in chunks)]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
-from megatron.swap.common.types import LayerPosition, Site
+from megatron.swap.common.types import LayerPosition, Site, UsageError
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_state import Attributes, LayerState, StateReader
 from megatron.swap.engine.producer_records import of_tensors_alone
