@@ -179,8 +179,7 @@ class PlannedActivations(SwappedActivations):
         if not self._planned.is_known:
             self._learn_order(self._auto)
         self._recorder.step_ended(number + 1)
-        for line in self._saved_tensors.checks.take_lines():
-            self._log(line)
+        self._say_here(self._saved_tensors.checks.take_lines())
         rescues = self._manager.guard.take_rescues()
         self._rescues += rescues
         short_bytes = max((rescue.short_bytes for rescue in rescues), default=0)
