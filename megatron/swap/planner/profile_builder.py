@@ -55,7 +55,7 @@ def build_profile(
         whole_layers: the engine can recompute whole layers, so that each gets a section ``layer``.
 
     Raises:
-        SwapError: a layer's saved tensors were not recorded because it was not hooked or was recomputed as a whole.
+        SwapError: saved tensors were not recorded, because layers were not hooked or one was recomputed as a whole.
     """
     timeline = Timeline(recording)
     whole = [one for one in timeline.passes if one.is_whole]
@@ -155,10 +155,10 @@ def _classes(passes: Sequence[LayerPass], min_mib: float) -> list[tuple[int, ...
     for one in passes:
         of_layer.setdefault(one.pass_key.layer, []).append(one)
     classes: list[tuple[list[int], tuple, dict[str, tuple[int, int]]]] = []
+    if passes and not any(one.sites for one in passes):
+        raise SwapError("the saved tensors of no layer were recorded. Hook all layers while recording.")
     for layer, mine in sorted(of_layer.items()):
-        sites = _sites(mine)
-        if not sites:
-            raise SwapError(f"layer {layer}: none of its saved tensors was recorded. Hook all layers while recording.")
+        sites = _sites(mine)  # none: another layer saved all of it before (a convolution behind an in-place ReLU)
         inputs = {site for site in sites if site.startswith(f"{CHECKPOINT_PATH}/")}
         if inputs - {need.site for one in mine for storage in one.sites.values() for need in storage.recompute_inputs}:
             raise SwapError(

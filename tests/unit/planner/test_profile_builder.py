@@ -451,6 +451,17 @@ class TestTimesOfOtherSteps:
         assert whole_layers(recorded, least_gib - 1e-6) is None
 
 
+def test_a_layer_whose_saved_tensors_are_all_of_others_has_no_sites() -> None:
+    script, saving, other = Script(), Layer(0), PassKey(1, 0)
+    saving.forward(script.note(What.STEP))
+    script.note(What.FORWARD_BEGIN, pass_key=other).after(3).note(What.FORWARD_END, pass_key=other)
+    script.note(What.BACKWARD_BEGIN, pass_key=other).after(5).note(What.BACKWARD_END, pass_key=other)
+    saving.backward(script)
+    first, second = built(script.note(What.STEP).recording).layers
+    assert (first.layers, len(first.sites)) == ((0,), 2)
+    assert (second.layers, second.sites, second.forward_ms, second.backward_ms) == ((1,), (), 3, 5)
+
+
 def test_a_layer_that_was_recomputed_as_a_whole_is_refused() -> None:
     layer = Layer(3)
     layer.inner.site, layer.outer.recompute_inputs = "checkpoint/0", ()
@@ -462,7 +473,7 @@ def test_a_recording_of_nothing_is_refused() -> None:
     script, run = Script().note(What.STEP), PassKey(4, 0)
     script.note(What.FORWARD_BEGIN, pass_key=run).note(What.FORWARD_END, pass_key=run)
     script.note(What.BACKWARD_BEGIN, pass_key=run).note(What.BACKWARD_END, pass_key=run).note(What.STEP)
-    with pytest.raises(SwapError, match=r"layer 4: none of its saved tensors was recorded\. Hook all layers"):
+    with pytest.raises(SwapError, match=r"the saved tensors of no layer were recorded\. Hook all layers"):
         built(script.recording)
 
 
