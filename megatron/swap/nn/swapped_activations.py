@@ -21,6 +21,7 @@ from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION, OomGuard, Rescue
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.settings import EngineSettings, Instruments
 from megatron.swap.memory.host_memory import (
+    HostMemoryError,
     available_host_bytes,
     check_host_request,
     local_world_size,
@@ -106,6 +107,11 @@ class SwappedActivations(NotCopied):
         if config.host_gib is not None:
             limit_bytes = int(config.host_gib * GIB)
             check_host_request(limit_bytes, budget, unchecked=False)
+        elif not limit_bytes:
+            raise HostMemoryError(
+                f"the host has no memory left for activations: {budget.reason}. End other programs, or give host_gib= "
+                "to use what the default leaves free."
+            )
         self.layers = tuple(layers)
         is_swapped = [policy.swaps_layer(number) for number in range(len(layers))]
         self.chosen = tuple(number for number, flag in enumerate(is_swapped) if flag)
