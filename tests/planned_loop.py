@@ -22,7 +22,9 @@ QUIET: dict[str, Any] = {"min_mib": 0, "host_gib": 0.1, "log": lambda _: None}
 Backward = Callable[[nn.Module, Any, int], torch.Tensor]
 
 
-def unswapped(model: nn.Module, data: Callable[[int], Any], **options: Any) -> tuple[Trained, float]:
+def unswapped(
+    model: nn.Module, data: Callable[[int], Any], num_steps: int = NUM_STEPS, **options: Any
+) -> tuple[Trained, float]:
     """Train a copy without swapping. Return what came out, and the GiB that autograd held at once."""
     copied, observer = copy.deepcopy(model), Observer()
     inner = copied.forward
@@ -32,7 +34,7 @@ def unswapped(model: nn.Module, data: Callable[[int], Any], **options: Any) -> t
             return inner(*args, **kwargs)
 
     override_forward(copied, forward)
-    return train(copied, data, NUM_STEPS, **options), observer.peak_bytes / GIB
+    return train(copied, data, num_steps, **options), observer.peak_bytes / GIB
 
 
 def fraction_gib(model: nn.Module, fraction: float) -> float:

@@ -1,7 +1,8 @@
 """The known failures as a list: what others saw, what holds here, the tests, and the faults that were planted.
 
 Nothing of it is typed twice. The words are those of the tests' docstrings, the faults those of
-``benchmarks/faults/definitions/known_failures.toml``, the results those of ``docs/results/known-failures.json``.
+``benchmarks/faults/definitions/known_failures.toml``, the results those of ``docs/results/known-failures.json``. Reports
+without a section of their own are in ``reports.toml``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/known_failures"
 ROOM = "known_failures"
 RESULTS = ROOT / "docs" / "results" / "known-failures.json"
+REPORTS = ROOT / HERE / "reports.toml"
 THREAD = re.compile(r"\b([\w.-]+/[\w.-]+)#(\d+)\b")
 
 
@@ -82,6 +85,28 @@ def results() -> dict[str, Any]:
     return {row["id"]: row for row in json.loads(RESULTS.read_text())["faults"]}
 
 
+@dataclass(frozen=True)
+class ReportedKind:
+    """What goes wrong in several reports.
+
+    Attributes:
+        what: goes wrong.
+        here: what happens here.
+        tests: node ids; none: it was tried by hand.
+        reports: what each thread saw.
+    """
+
+    what: str
+    here: str
+    tests: list[str]
+    reports: dict[str, str]
+
+
+def reported_kinds() -> list[ReportedKind]:
+    """All kinds of ``reports.toml``, in its order."""
+    return [ReportedKind(**kind) for kind in tomllib.loads(REPORTS.read_text())["kind"]]
+
+
 # ---------------------------------------------------------------------------------------------------------- page
 
 HEAD = """\
@@ -89,12 +114,21 @@ HEAD = """\
 
 <!-- made by `python -m tests.pages` from the tests, the planted faults and their results -->
 
-What has offloading done to others, and does it happen here? Each section is a failure that people have reported, what
-Megatron Swap promises instead, and the test that shows it. For each section a fault of that kind was also planted in
-our own code, and the tests caught it.
+What has offloading done to others, and does it happen here? Each section is a failure that people reported, what
+Megatron Swap promises instead, and its test. Faults of each kind were planted in our code; the tests caught all.
 
 The tests need no GPU: `python -m pytest tests/known_failures`. `python -m benchmarks.faults --room known_failures`
-plants the faults again, each in a copy of the tree; `benchmarks/faults/definitions` says what each one does.
+plants the faults again.
+"""
+
+REPORTS_HEAD = """\
+## More reports, by kind
+
+Each kind was tried with all layers offloaded, and at budgets down to the least feasible one. *Equal*: to the bit.
+*Refused*: by an error that says what to change. `tests/known_failures/reports.toml` has more on each report.
+
+| what goes wrong | here | reports |
+|---|---|---|
 """
 
 
@@ -103,13 +137,24 @@ def linked(text: str) -> str:
     return THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", text)
 
 
+def reports_table() -> str:
+    """A row for each kind."""
+    rows = []
+    for kind in reported_kinds():
+        threads = ", ".join(
+            f"[{repository.partition('/')[2]}#{number}](https://github.com/{repository}/issues/{number})"
+            for repository, number in (THREAD.fullmatch(thread).groups() for thread in kind.reports)  # type: ignore[union-attr]
+        )
+        rows.append(f"| {kind.what} | {kind.here} | {threads} |\n")
+    return REPORTS_HEAD + "".join(rows)
+
+
 def known_failures_page() -> str:
     """The page with all failures."""
-    outcome = results()
     lines = [HEAD]
     for failure in known_failures():
         tests = ", ".join(f"`{test}`" for test in failure.tests)
-        faults = ", ".join(f"`{fault.id}` {outcome[fault.id]['outcome']}" for fault in failure.faults)
+        faults = ", ".join(f"`{fault.id}`" for fault in failure.faults)
         lines += [f"## {failure.title.rstrip('.')}", "", linked(failure.seen), "", f"**Here:** {failure.here}", "",
                   f"Tests: {tests}. Planted: {faults}.", ""]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join([*lines, reports_table()])

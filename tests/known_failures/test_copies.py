@@ -43,10 +43,10 @@ def grads(layers: nn.ModuleList) -> list[torch.Tensor | None]:
 class TestReloadBeforeItsOwnOffload:
     """A reload reads host memory that its own offload has not written yet.
 
-    Seen in NVIDIA/Megatron-LM#7398: a group that no prefetch had reloaded was reloaded inline, without waiting for its
-    offload; backward got stale bytes, no error was raised, and the loss still fell.
+    Seen in NVIDIA/Megatron-LM#7398: a group without prefetch was reloaded inline, without a wait for its offload.
+    Backward got stale bytes, and the loss still fell.
 
-    Here: every reload, prefetched or late, waits for the event of its own offload.
+    Here: every reload waits for the event of its own offload.
     """
 
     def test_late_reloads_of_layers_that_ran_on_another_stream(self) -> None:
@@ -72,13 +72,12 @@ class TestReloadBeforeItsOwnOffload:
 
 
 class TestMemoryFreedUnderItsCopy:
-    """Device memory is freed, and used again, while the copy to the host still reads it.
+    """Device memory is used again while the copy to the host still reads it.
 
-    Seen in meta-pytorch/torchtune#1867: with a copy stream of its own, `OffloadActivations` deleted tensors under their
-    copies; gradients became NaN on some machines and not on others.
+    Seen in meta-pytorch/torchtune#1867: `OffloadActivations` deleted tensors under their copies. Gradients became NaN
+    on some machines.
 
-    Here: memory is given back only behind its copy, on every stream that may use it next; so is the memory of a graph
-    that is dropped in the middle of a copy.
+    Here: memory is released behind its copy, on every stream that may use it next, also if the graph is dropped.
     """
 
     def test_released_memory(self) -> None:
@@ -148,15 +147,14 @@ def on_side_stream(device: LazyDevice | None) -> Iterator[None]:
 
 
 class TestStreamOfTheMoment:
-    """A copy waits for the wrong stream, and copies what a kernel has not written yet.
+    """A copy waits for the wrong stream.
 
-    Seen in huggingface/trl#7195: `OffloadActivations` kept the stream that was current when it was made, so copies
-    waited for another stream than the one that wrote the tensor; and it cloned views on the copy stream, behind the
-    wait. Seen in pytorch/torchtitan#2581: inside the copy stream's context the current stream is the copy stream
-    itself, so the wait was none.
+    Seen in huggingface/trl#7195: copies waited for the stream that was current when `OffloadActivations` was made. Seen
+    in pytorch/torchtitan#2581: inside the copy stream's context the current stream is the copy stream, so the wait was
+    none.
 
-    Here: a copy waits for the stream that was current when the tensor was saved, asked for at that moment and outside
-    of any other stream's context. Whole storages are copied, without a clone of views.
+    Here: a copy waits for the stream that was current when the tensor was saved. Whole storages are copied, not clones
+    of views.
     """
 
     @pytest.mark.parametrize("commit_bytes", [1, 1 << 24], ids=["at-once", "at-the-end-of-a-layer"])
@@ -174,12 +172,11 @@ class TestStreamOfTheMoment:
 
 
 class TestHostMemoryUsedAgain:
-    """Host memory is overwritten by the next offload while a reload still reads it.
+    """An offload overwrites host memory that a reload still reads.
 
-    Seen in pytorch/torchtitan#2581: offloads of the next step overwrote the pinned pool under reloads of the step
-    before; gradients were silently wrong as soon as pool memory was used again, and only with asynchronous streams.
+    Seen in pytorch/torchtitan#2581: offloads of the next step overwrote the pinned pool. Gradients were silently wrong.
 
-    Here: memory that returns to the pool carries the number of its last read, and its next owner waits for that read.
+    Here: memory in the pool has the number of its last read, and its next owner waits for that read.
     """
 
     def test_a_backward_that_breaks_off_and_steps_behind_it(self) -> None:

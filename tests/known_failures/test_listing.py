@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.faults.trial import CAUGHT
-from tests.known_failures.listing import KnownFailure, known_failures, planted, results
+from tests.known_failures.listing import ROOT, THREAD, KnownFailure, known_failures, planted, reported_kinds, results
 
 FAILURES = known_failures()
+TRACKERS = {
+    "NVIDIA/Megatron-LM", "NVIDIA/TransformerEngine", "huggingface/transformers", "huggingface/trl", "huggingface/peft",
+    "huggingface/accelerate", "huggingface/diffusers", "huggingface/pytorch-image-models", "pytorch/pytorch",
+}  # fmt: skip
 
 
 def test_sixteen_and_no_fault_without_one() -> None:
@@ -26,3 +30,21 @@ def test_each_was_seen_planted_and_caught(failure: KnownFailure) -> None:
         assert (row["outcome"], row["file"], row["why"]) == (CAUGHT, fault.file, fault.why)
         assert row["test"].startswith(failure.tests)
         assert set(fault.tests) <= set(failure.tests)
+
+
+def test_each_report_is_listed_once_with_a_kind_and_an_outcome() -> None:
+    kinds = reported_kinds()
+    threads = [thread for kind in kinds for thread in kind.reports]
+    of_sections = {thread for failure in FAILURES for thread in failure.threads}
+    assert len(set(threads)) == len(threads) >= 60
+    assert not of_sections & set(threads)
+    assert {thread.partition("#")[0] for thread in threads} >= TRACKERS
+    assert all(THREAD.fullmatch(thread) for thread in threads)
+    assert all(kind.what and kind.here and all(kind.reports.values()) for kind in kinds)
+
+
+@pytest.mark.parametrize("test", sorted({test for kind in reported_kinds() for test in kind.tests}))
+def test_each_test_of_a_report_exists(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert not name or f"def {name}(" in (ROOT / file).read_text()
+    assert (ROOT / file).exists()

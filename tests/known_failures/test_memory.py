@@ -64,13 +64,11 @@ def noted(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, note: Calla
 
 
 class TestReloadedTooEarly:
-    """Layers that are kept let the reloads of earlier layers run ahead, and the peak of backward rises.
+    """Layers that are kept let reloads run ahead, and the peak of backward rises.
 
-    Seen in NVIDIA/Megatron-LM#7575: with partial offload the schedule of reloads advanced after each group of backward,
-    also after groups that had stayed on the GPU, so that tensors came back long before their use.
+    Seen in NVIDIA/Megatron-LM#7575: with partial offload, reloads advanced after groups that had stayed on the GPU too.
 
-    Here: what is reloaded ahead of its use fits into the window and the memory that backward has given back; the
-    device never holds more than at the end of forward and one window.
+    Here: reloads ahead of their use fit into the window and the memory that backward has freed.
     """
 
     @pytest.mark.parametrize("is_chosen", [True, False], ids=["chosen-window", "own-window"])
@@ -98,10 +96,10 @@ class TestPinnedMemoryRounded:
     """Pinned host memory takes nearly twice the bytes that are offloaded.
 
     Seen in pytorch/pytorch#95823, vllm-project/vllm#53042 and vllm-project/vllm#56410: PyTorch's pinned allocator
-    rounds each request up to a power of two, so that 2.08 GiB took 4 GiB, and offloading 1.9 times what was asked for.
+    rounds up to powers of two.
 
-    Here: host memory is mapped and registered in slabs, never asked of PyTorch's pinned allocator. A piece is rounded
-    up to a page of 4 KiB, and no more than one slab is reserved beyond the bytes leased at once.
+    Here: host memory is mapped and registered in slabs. A piece is rounded to 4 KiB; at most one slab is reserved
+    beyond what is leased.
     """
 
     def test_sizes_just_above_a_power_of_two(self) -> None:
@@ -143,13 +141,12 @@ class TestPinnedMemoryRounded:
 
 
 class TestHostPeakTwice:
-    """While something is offloaded again, the host holds its last copy and its new one.
+    """The host holds the last copy and the new one.
 
-    Seen in verl-project/verl#6193: each offload made a new pinned buffer while the old one was still referenced, so the
-    host's peak was twice the bytes, and the pods of large models were killed.
+    Seen in verl-project/verl#6193: each offload made a new pinned buffer while the old one was referenced.
 
-    Here: state has one place in host memory, reserved before the first step; every later offload writes there, and a
-    checkpoint reads that memory itself. A saved tensor's lease is free before the tensor is saved again.
+    Here: state has one place in host memory, which checkpoints read too. A saved tensor's lease is free before it is
+    saved again.
     """
 
     def test_optimizer_state_over_steps_and_checkpoints(self) -> None:
@@ -183,14 +180,13 @@ class TestHostPeakTwice:
 
 
 class TestBytesMovedInVain:
-    """Bytes go to the host and back, and the peak of device memory is what it was.
+    """Bytes go to the host and back, and the device's peak stays.
 
-    Seen in huggingface/accelerate#4175: forward kept 1.54 GB less, as it should, and the peak did not change, because
-    it was in the recomputation of backward, where the offloaded tensors did not matter.
+    Seen in huggingface/accelerate#4175: the peak was in the recomputation of backward, where the offloaded tensors did
+    not matter.
 
-    Here: what is offloaded leaves the device, and the peak falls by it. A tensor that others hold is not copied again
-    and again. A plan moves nothing that its budget does not need, and its predicted peak includes what a recomputation
-    holds while it runs; a budget that no plan meets is refused.
+    Here: the peak falls by what is offloaded. Plans move only what the budget needs, and count what a recomputation
+    holds; a budget that no plan meets is refused.
     """
 
     def test_the_peak_falls_by_what_was_moved(self) -> None:
@@ -257,13 +253,12 @@ class TestBytesMovedInVain:
 
 
 class TestSlowerAndLargerThanCheckpointing:
-    """Offloading everything is slower than checkpointing and takes more device memory.
+    """Offloading is slower than checkpointing, and takes more memory.
 
-    Seen in axolotl-ai-cloud/axolotl#3733: in long-context training of all parameters, offloads came faster than PCIe
-    took them; the backlog stayed on the GPU, so that offloading was slower and larger than gradient checkpointing.
+    Seen in axolotl-ai-cloud/axolotl#3733: offloads came faster than PCIe took them, and the backlog stayed on the GPU.
 
-    Here: compute waits once a bounded number of bytes is on its way, so a slow link costs time and no memory. A plan
-    weighs both ways: within the memory of checkpointing, it is no slower than checkpointing.
+    Here: compute waits once a bounded number of bytes is on its way. Within the memory of checkpointing, a plan is no
+    slower.
     """
 
     def test_a_link_that_stalls_costs_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,13 +46,13 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 
 class TestMomentsPoisoned:
-    """A fused Adam of the GPU steps moments that lie on the host, and corrupts them without an error.
+    """A fused Adam of the GPU steps moments on the host, and corrupts them.
 
-    Seen in NVIDIA-NeMo/RL#3544: TransformerEngine's FusedAdam with `cpu_offload: true` did not fail; it poisoned the
-    moments, the checkpoint held them, and the resumed run's loss was NaN.
+    Seen in NVIDIA-NeMo/RL#3544: TransformerEngine's FusedAdam with `cpu_offload: true` raised no error; the resumed
+    run's loss was NaN.
 
-    Here: the optimizer's own step gets parameters, gradients and moments in device memory, bucket by bucket, and its
-    counters advance once a step. An optimizer of a class that is not known is refused before training.
+    Here: the optimizer's own step gets device memory, bucket by bucket, and its counters advance once. Unknown
+    optimizers are refused.
     """
 
     @pytest.fixture

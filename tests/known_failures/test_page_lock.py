@@ -62,13 +62,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 class TestFailedPageLock:
-    """A failed page-lock makes the next kernel launch fail, which had nothing to do with it.
+    """After a failed page-lock an unrelated kernel launch fails.
 
-    Seen in vllm-project/vllm#51081, vllm-project/vllm#50070 and xcena-dev/maru#65: after a failed `cudaHostRegister`,
-    CUDA's last error was left on the thread, and PyTorch reported it as the failure of an unrelated kernel.
+    Seen in vllm-project/vllm#51081, vllm-project/vllm#50070 and xcena-dev/maru#65: CUDA's last error stayed on the
+    thread.
 
-    Here: the thread that asked clears the error at once. The caller gets an error of ours with the bytes and the flag
-    to change, the pool is as it was, and the out-of-memory guard goes on with memory that is not locked.
+    Here: the thread clears the error at once. The caller learns the bytes and the flag to change; the guard goes on
+    unlocked.
     """
 
     def test_registering(self, runtime: Runtime) -> None:

@@ -73,14 +73,12 @@ class NotingDevice(LazyDevice):
 
 
 class TestForwardsWithoutGradients:
-    """A forward without gradients in train mode is taken for one of training, and breaks the next step.
+    """A forward without gradients in train mode counts as training, and breaks the next step.
 
-    Seen in NVIDIA-NeMo/RL#2279: Megatron's activation offload learns its plan in the first pass and does not ask
-    whether that pass trains, so a pass that only computed log-probabilities used up the warm-up.
+    Seen in NVIDIA-NeMo/RL#2279: a pass for log-probabilities used up the warm-up of Megatron's activation offload.
     (modelscope/ms-swift#9844 is named for the same; that thread was not at hand.)
 
-    Here: whether autograd records decides, not the mode. Such a pass saves, copies and learns nothing: the next step
-    makes the same copies and waits, in the same order, as if the pass had not been.
+    Here: whether autograd records decides. Such a pass saves, copies and learns nothing.
     """
 
     @pytest.mark.parametrize("make", [Layer, Mixed], ids=["plain", "gradients-inside"])
@@ -138,14 +136,12 @@ class TestForwardsWithoutGradients:
 
 
 class TestShorterFirstMicroBatch:
-    """The first micro-batch is shorter than the others, and what comes after it is sized by the first.
+    """The first micro-batch is shorter, and sizes what comes after it.
 
-    Seen in pytorch/pytorch#126600: stages of a pipeline went on with buffers of the first micro-batch's size. Seen in
-    NVIDIA/TransformerEngine#1762: pinned buffers that are kept have the shapes of the first iteration, and another
-    shape fails an assertion.
+    Seen in pytorch/pytorch#126600: pipeline stages kept buffers of its size. Seen in NVIDIA/TransformerEngine#1762:
+    kept pinned buffers have the first iteration's shapes.
 
-    Here: nothing is sized by the first micro-batch. Each storage is copied by its own size, and the window is that of
-    the largest layer seen, so it grows with the first longer micro-batch.
+    Here: each storage is copied by its own size, and the window grows with the largest layer seen.
     """
 
     @pytest.mark.parametrize("lengths", [(8, 64, 64, 64), (8, 16, 32, 64), (64, 8, 64, 8)], ids=str)
@@ -249,13 +245,12 @@ def compiler() -> Iterator[None]:
 
 
 class TestMemoryGrowsOverSteps:
-    """Memory grows a little with each step, until training ends in out of memory after hundreds of them.
+    """Memory grows with each step, until out of memory.
 
-    Seen in axolotl-ai-cloud/axolotl#3638: with LoRA, compilation and packed samples, 24 GiB became 260 GiB in 293
-    steps. State was cleared when the last saved tensor was unpacked, and some never are (huggingface/trl#5738): their
-    expert got no token, or their branch does not reach the loss.
+    Seen in axolotl-ai-cloud/axolotl#3638: 24 GiB became 260 GiB in 293 steps. State was cleared when the last saved
+    tensor was unpacked, and some never are (huggingface/trl#5738): an expert without tokens, a branch beside the loss.
 
-    Here: the graph owns what was saved; what is offloaded is freed with the graph, unpacked or not.
+    Here: what is offloaded is freed with the graph, unpacked or not.
     """
 
     @pytest.mark.slow

@@ -20,12 +20,11 @@ UNEQUAL_LENGTHS = "--tokens 16 64 64 64 --global-batch-size 8"
 class TestCheckpointHangs:
     """Saving a checkpoint with offloaded optimizer state never ends.
 
-    Seen in NVIDIA/Megatron-LM#4910: with `optimizer_cpu_offload`, some ranks waited in an all-gather and others in an
-    all-reduce while a checkpoint was saved. NVIDIA/Megatron-LM#6573 found that ranks held different entries of
-    optimizer state.
+    Seen in NVIDIA/Megatron-LM#4910: some ranks waited in an all-gather, others in an all-reduce.
+    NVIDIA/Megatron-LM#6573 found that ranks held different entries of optimizer state.
 
-    Here: before Megatron collects state, every rank materializes all of its own, without communication; names and
-    shapes are those of a run without offloading, also where ranks hold different experts.
+    Here: every rank materializes its state first, without communication; names and shapes are those of a run without
+    offloading.
     """
 
     @pytest.mark.slow
@@ -68,14 +67,13 @@ class TestShorterFirstMicroBatch:
 
 
 class TestRanksDriftApart:
-    """Tokens are routed unevenly, so ranks save tensors of other sizes; ranks that plan alone drift apart and hang.
+    """Ranks that plan alone, by their own tokens, drift apart and hang.
 
     Seen, without offloading, in deepspeedai/DeepSpeed#6809: each rank sized its experts' buffers by its own routing,
-    and the all-to-all stalled without an error. With offloading, a rank that plans by the bytes that it saved itself
-    recomputes a layer that another rank keeps, and the collectives of that layer wait for ever.
+    and the all-to-all stalled.
 
-    Here: ranks exchange their measurements and their profiles. In each pipeline stage the rank that saves most plans
-    for all of them, and all change to a plan behind the same step.
+    Here: ranks exchange measurements and profiles. In each pipeline stage the rank that saves most plans for all, and
+    all change behind the same step.
     """
 
     @pytest.mark.slow
