@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 
+from megatron.swap.common.types import UsageError
 from tests.planned_loop import QUIET, unswapped
 from tests.plain_loop import ALL, Cnn, Mlp, images, loss_of, rows, train
 
@@ -43,7 +44,10 @@ def check(
     assert all(torch.equal(value, copied.state_dict()[name]) for name, value in few.state_dict().items())
     with swap.activations(model, memory_gib=fraction * full_gib, **QUIET) as swapped:
         assert train(model, data, NUM_STEPS, backward).same_as(plain)
-        assert swapped.stats().stage == "stable"
+        stats = swapped.stats()
+        assert stats.stage == "stable"
+        assert stats.peak_gib is not None
+        assert stats.peak_gib <= fraction * full_gib
         return swapped.plan()
 
 
@@ -231,6 +235,49 @@ def test_layers_that_change_what_they_read() -> None:
     assert "as a whole" not in check(lambda: OfAll([*kinds, *kinds]), fraction=0.8)
 
 
+class Hooking(Mlp):
+    """A layer that changes itself for the time of its forward: a hook, the mode, a counter, a tensor that it keeps.
+
+    A checkpoint ends it at its last saved tensor, where it runs again, and it puts nothing back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.depth = 0
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hook = self.up.register_forward_hook(lambda _, args, result: 1.5 * result)
+        self.depth += 1
+        self.dropout.eval()
+        self.kept = self.up(hidden)
+        output = hidden + self.depth * self.down(functional.gelu(self.dropout(self.kept)))
+        self.kept = None
+        self.dropout.train()
+        self.depth -= 1
+        hook.remove()
+        return output
+
+
+class Pushing(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[float] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.stack.append(1.5)
+        output = super().forward(hidden) * sum(self.stack)
+        self.stack.pop()
+        return output
+
+
+def test_layers_that_change_for_the_time_of_their_forward() -> None:
+    assert "as a whole" in check(lambda: OfAll([Hooking] * 4), fraction=0.4)
+    with pytest.raises(UsageError, match=r"layer \d \(Pushing\) changes stack for the time of its forward, .* finally"):
+        check(lambda: OfAll([Pushing] * 4), fraction=0.4)
+
+
 # ------------------------------------------------------------------------------------------------ stacks and states
 
 
@@ -333,7 +380,14 @@ def inputs(model: nn.Module, _: torch.Tensor, loss: torch.Tensor) -> None:
     loss.backward(inputs=[parameter for name, parameter in model.named_parameters() if "up" in name])
 
 
-@pytest.mark.parametrize("way", [clipped, stepping, hooked, sampling, inputs])
+def evaluating(model: nn.Module, _: torch.Tensor, loss: torch.Tensor) -> None:
+    """Backward in another mode than forward."""
+    model.eval()
+    loss.backward()
+    model.train()
+
+
+@pytest.mark.parametrize("way", [clipped, stepping, hooked, sampling, inputs, evaluating])
 def test_loops(way: Callable[[nn.Module, torch.Tensor, torch.Tensor], None]) -> None:
     class Dropping(Mlp):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -335,14 +335,18 @@ def _differences(one: _Entries) -> Iterator[Change]:
     yield Change(path, owner, was if isinstance(owner, dict) else None)
 
 
+def set_back(changes: Sequence[Change]) -> None:
+    """Give the dictionaries of ``changes`` their earlier contents; all can be put back."""
+    for change in changes:
+        assert change.old is not None
+        _set_contents(change.owner, change.old)
+
+
 @contextmanager
 def put_back(changes: Sequence[Change]) -> Iterator[None]:
     """Return a context in which the dictionaries of ``changes`` have their earlier contents; all can be put back."""
-    now = []
-    for change in changes:
-        assert change.old is not None
-        now.append((change.owner, dict(change.owner)))
-        _set_contents(change.owner, change.old)
+    now = [(change.owner, dict(change.owner)) for change in changes]
+    set_back(changes)
     try:
         yield
     finally:

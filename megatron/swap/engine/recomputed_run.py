@@ -28,7 +28,7 @@ import torch
 from megatron.swap.common.types import Site, SwapError, UsageError
 from megatron.swap.devices.base import Device, Event, Stream, bytes_of
 from megatron.swap.engine.checksum import fingerprint, parts_of, sums
-from megatron.swap.engine.layer_state import LayerState, put_back
+from megatron.swap.engine.layer_state import LayerState, put_back, set_back
 from megatron.swap.engine.run_context import RunContext
 
 LEAST_TOLERANCE = 2.0**-13
@@ -371,9 +371,20 @@ class CheckedRun:
         except Exception:  # a checkpoint ends a run this way, once it has all saved tensors
             if len(again.kinds) == len(first.kinds):
                 self._compare(first, again, trial)
+                self._put_back_rest()
             raise
         self._compare(first, again, trial)
         return result
+
+    def _put_back_rest(self) -> None:
+        """Put back what the layer itself puts back behind its last saved tensor, where the checkpoint has ended it."""
+        rest = self.state.changes()
+        if stuck := [change.where for change in rest if change.old is None]:
+            raise UsageError(
+                f"{self.known.name} changes {stuck[0]} for the time of its forward, and it is stopped before its end "
+                "where it runs again in backward. Let it put that back in a finally, or swap layers without a budget."
+            )
+        set_back(rest)
 
     def _printed(
         self, prints: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
