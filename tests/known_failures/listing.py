@@ -115,7 +115,7 @@ HEAD = """\
 <!-- made by `python -m tests.pages` from the tests, the planted faults and their results -->
 
 What has offloading done to others, and does it happen here? Each section is a failure that people reported, what
-Megatron Swap promises instead, and its test. Faults of each kind were planted in our code; the tests caught all.
+Megatron Swap promises instead, and its test. Faults of each kind were planted: the tests caught all.
 
 The tests need no GPU: `python -m pytest tests/known_failures`. `python -m benchmarks.faults --room known_failures`
 plants the faults again.

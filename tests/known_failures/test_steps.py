@@ -76,7 +76,6 @@ class TestForwardsWithoutGradients:
     """A forward without gradients in train mode counts as training, and breaks the next step.
 
     Seen in NVIDIA-NeMo/RL#2279: a pass for log-probabilities used up the warm-up of Megatron's activation offload.
-    (modelscope/ms-swift#9844 is named for the same; that thread was not at hand.)
 
     Here: whether autograd records decides. Such a pass saves, copies and learns nothing.
     """
