@@ -1,8 +1,8 @@
 """The known failures as a list: what others saw, what holds here, the tests, and the faults that were planted.
 
 Nothing of it is typed twice. The words are those of the tests' docstrings, the faults those of
-``benchmarks/faults/definitions/known_failures.toml``, the results those of ``docs/results/known-failures.json``. Reports
-without a section of their own are in ``reports.toml``.
+``benchmarks/faults/definitions/known_failures.toml``, the results those of ``docs/results/known-failures.json``.
+Reports without a section of their own are in ``reports.toml``.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 
 from megatron.swap.common.types import UsageError
-from tests.planned_loop import QUIET, unswapped
 from tests.plain_loop import ALL, Cnn, Mlp, images, loss_of, rows, train
+from tests.planned_loop import QUIET, unswapped
 
 WIDTH = 32
 NUM_STEPS = 24
@@ -344,12 +344,12 @@ def clipped(model: nn.Module, batch: torch.Tensor, loss: torch.Tensor) -> None:
 
 def stepping(model: nn.Module, _: torch.Tensor, loss: torch.Tensor) -> None:
     """Each parameter steps inside backward, and its gradient leaves at once."""
-    hooks = []
-    for parameter in model.parameters():
-        def hook(stepped: torch.Tensor) -> None:
-            torch.optim.SGD([stepped], 1e-3).step()
-            stepped.grad = None
-        hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # fmt: skip
+
+    def step(parameter: torch.Tensor) -> None:
+        torch.optim.SGD([parameter], 1e-3).step()
+        parameter.grad = None
+
+    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in model.parameters()]
     loss.backward()
     for handle in hooks:
         handle.remove()

@@ -22,7 +22,8 @@ from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.recomputed_run import RecomputedRunError
 from megatron.swap.engine.saved_tensors import SavedTensors
-from megatron.swap.nn import planned_activations, planned_boundary
+from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
+from megatron.swap.nn import planned_activations, planned_boundary, swapped_activations
 from megatron.swap.planner.profile import Link, load_profile
 from tests.plain_loop import (
     Cnn,
@@ -280,6 +281,16 @@ def test_lines_are_logged_and_standard_output_is_the_programs(
     swap.activations(mlps(), memory_gib=1.0).close()
     assert caplog.messages[0].startswith("at most 1.00 GiB of device memory")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_host_without_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = HostCapacity(2**34, 2**30, None, safe_bytes=0, reason="16 GiB of memory, 1 GiB available")
+    monkeypatch.setattr(swapped_activations, "safe_host_bytes", lambda _: nothing)
+    model = mlps()
+    for settings in ({}, {"memory_gib": 1.0}):
+        with pytest.raises(HostMemoryError, match=r"no memory left for activations: 16 GiB .* host_gib="):
+            swap.activations(model, **settings)
+    assert "forward" not in vars(model[0])
 
 
 def test_a_fraction_of_the_memory() -> None:
