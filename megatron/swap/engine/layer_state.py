@@ -1,4 +1,4 @@
-"""What a layer may read beside its arguments, and whether it is the same when the layer runs again.
+"""The state that a layer may read beside its arguments, compared and put back when the layer runs again.
 
 A layer reads the dictionaries of its modules (attributes, parameters, buffers, submodules, hooks), the attributes of
 its classes, and what these hold, to a bounded depth. Numbers and strings count by value, tensors by
@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_s
 MAX_DEPTH = 4
 """Containers and objects inside each other, from an attribute of a module on."""
 MAX_ITEMS = 4096
-"""Of a longer container the length counts alone."""
+"""A longer container is compared by its length alone."""
 MAX_BYTES = 1 << 20
 """A larger array is not compared."""
 
@@ -120,7 +120,7 @@ class _Structure:
 
 
 class LayerState:
-    """What a layer reads, as it was when a run of it began.
+    """The state that a layer reads, as it was when a run of the layer began.
 
     Args:
         structures: what it is.

@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.swap.common.types import Site, SwapError, UsageError
-from megatron.swap.devices.base import Device, Event, Stream, bytes_of
+from megatron.swap.devices.base import Device, Event, bytes_of
+from megatron.swap.devices.host_writes import write_to_host
 from megatron.swap.engine.checksum import fingerprint, parts_of, sums
 from megatron.swap.engine.layer_state import LayerState, put_back, set_back
 from megatron.swap.engine.run_context import RunContext
 
 LEAST_TOLERANCE = 2.0**-13
-"""Of fp32, whose sums may be rounded in each of thousands of additions."""
+"""The least tolerance, of fp32: a sum may be rounded in each of thousands of additions."""
 SEED_BYTES = 16
 NO_PURE_FUNCTION = (
     "It is no pure function: it reads what cannot be compared (a global, a closure, an iterator), or calls a function "
@@ -50,7 +51,7 @@ class RecomputedRunError(SwapError):
 
 @dataclass
 class _Known:
-    """What is known of a run of a layer, over all steps.
+    """The facts known of a run of a layer, over all steps.
 
     Attributes:
         index: of its flag.
@@ -155,7 +156,7 @@ class Print(NamedTuple):
 
 @dataclass(frozen=True)
 class Contexts:
-    """What makes contexts.
+    """Functions that make contexts.
 
     Attributes:
         unwatched: operators in it are not counted as the running layer's.
@@ -182,11 +183,10 @@ class RunChecks:
         self._known: dict[Hashable, _Known] = {}
         self._sites: dict[tuple[Site, int], _Known] = {}
         self._lines: list[str] = []
-        self._flags = torch.empty(0, dtype=torch.bool, device=device.torch_device)  # a comparison has failed: by index
-        self._on_host = torch.empty(0, dtype=torch.bool)
-        self._copies: Stream | None = None  # the flags are copied beside what computes, which a host need not wait for
-        self._copied: Event | None = None  # the flags of an earlier backward have arrived in ``_on_host``
-        self._compared: Event | None = None  # the last comparison is done, and not copied yet
+        self._flags = torch.empty(0, dtype=torch.int32, device=device.torch_device)  # by index: a comparison has failed
+        self._on_host = self._flags
+        self._written: Event | None = None  # flags of an earlier backward have arrived in ``_on_host``
+        self._is_newer = False  # there were comparisons since
 
     def run(
         self,
@@ -263,11 +263,9 @@ class RunChecks:
         if differs is None:
             return
         if known.index >= len(self._flags):
-            self._finish()  # the flags live until they are copied
-            more = torch.zeros(max(256, len(self._flags)), dtype=torch.bool, device=self._flags.device)
-            self._flags = torch.cat([self._flags, more])
+            self._flags = torch.cat([self._flags, self._flags.new_zeros(max(256, len(self._flags)))])
         self._flags[known.index].logical_or_(differs)
-        self._compared = self._device.record(self._device.current_stream())
+        self._is_newer = True
 
     def before_step(self) -> None:
         """Read the flags before an optimizer steps, if they are there: of this backward, or of the one before it.
@@ -275,12 +273,11 @@ class RunChecks:
         Raises:
             RecomputedRunError: a layer has computed something else than in forward.
         """
-        if self._compared is None:
+        if not self._is_newer:
             return
         self._finish()
-        is_done = self._device.has_passed(self._compared)
-        self._copy()
-        if is_done:  # the host has waited for the backward already, for a norm or a loss
+        self._write()
+        if self._written is not None and self._device.has_passed(self._written):
             self._finish()
 
     def read(self) -> None:
@@ -290,26 +287,20 @@ class RunChecks:
             RecomputedRunError: as ``before_step``.
         """
         self._finish()
-        if self._compared is not None:
-            self._copy()
+        if self._is_newer:
+            self._write()
             self._finish()
 
-    def _copy(self) -> None:
-        device, compared = self._device, self._compared
-        assert compared is not None
-        if len(self._on_host) != len(self._flags):
-            self._on_host = torch.empty(len(self._flags), dtype=torch.bool, pin_memory=self._flags.is_cuda)
-        if self._copies is None:
-            self._copies = device.copy_stream("checks")
-        device.wait(self._copies, compared)  # the flags are those of the last comparison, and live on
-        device.copy(self._copies, [self._on_host.view(torch.uint8)], [self._flags.view(torch.uint8)])
-        self._copied, self._compared = device.record(self._copies), None
+    def _write(self) -> None:
+        # Now, ahead of the optimizer's kernels. A kernel of its own writes, since copies wait for what is offloaded.
+        self._on_host = write_to_host(self._flags) if self._flags.is_cuda else self._flags.clone()
+        self._written, self._is_newer = self._device.record(self._device.current_stream()), False
 
     def _finish(self) -> None:
-        copied, self._copied = self._copied, None
-        if copied is None:
+        written, self._written = self._written, None
+        if written is None:
             return
-        self._device.finish(copied)  # ``_on_host`` is read by the host
+        self._device.finish(written)  # the host reads ``_on_host``
         if self._on_host.any():
             flags = self._on_host.tolist()
             names = [known.name for known in (*self._known.values(), *self._sites.values()) if flags[known.index]]

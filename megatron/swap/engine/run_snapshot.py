@@ -16,7 +16,7 @@ from megatron.swap.engine.layer_state import MAX_BYTES, StateReader
 
 
 class RunSnapshot:
-    """What a layer reads, its arguments, and the random state of Python and NumPy, before a run.
+    """The state that a layer reads, its arguments, and the random state of Python and NumPy, before a run.
 
     It holds the arguments: drop it when the run is over.
 

@@ -1,4 +1,4 @@
-"""What is compared of a Megatron layer before it runs again, and how its random states are kept.
+"""The attributes of a Megatron layer that are compared before it runs again, and its random states.
 
 Modules of Megatron and TransformerEngine are made to run again: their attributes are results of the present run (token
 dispatchers), or what their own checkpoints restore (scales of 8 bits). Of them, and of no others, attributes are left

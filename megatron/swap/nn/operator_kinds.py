@@ -23,7 +23,8 @@ ATOMICS = {
     aten.index_put, aten.index_put_, aten.index_reduce, aten.index_reduce_, aten.put, aten.put_, aten.scatter_add,
     aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
 }  # fmt: skip
-"""Operators that PyTorch lists as not deterministic on a GPU: https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"""
+"""Operators that PyTorch lists as not deterministic on a GPU:
+https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html."""
 CHEAP_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 UNREPEATABLE_TAGS = {
     torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise, torch.Tag.dynamic_output_shape,
