@@ -1,7 +1,8 @@
 """The commands in the pages: ``python -m tests.commands --list gpu`` prints those that need a GPU, ``--run`` runs them.
 
 A fenced block ``bash`` runs on any machine, ``bash gpu`` on one with a GPU; ``bash cluster`` is one command for each of
-several machines. What nobody should type stands in a block of another kind (``text``, ``python``, ``json``).
+several machines. What nobody should type stands in a block of another kind (``text``, ``python``, ``json``). A command
+in a sentence is a block of one line, for any machine.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ from tests.pages import ROOT, pages, user_pages
 
 KINDS = ("", "gpu", "cluster")
 NOT_KINDS = ("", "sh", "shell", "console")
+INLINE = re.compile(r"([A-Z_]+=\S+ )*(\S*/)?(bash|python3?|pip|torchrun|megatron-swap) \S")
+"""The beginning of a command in a sentence."""
+TO_FILL_IN = re.compile(r"…|(?<![\w-])[A-Z]{2,}(?![\w=])")
+"""A word that the reader replaces, as in ``--output FILE``."""
 RESULTS = ROOT / "docs" / "results" / "h200-commands.json"
 """``{"runs": [{"command": …, "exit_status": …}]}``: the blocks for a GPU as they ran, one script an entry."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of commands.
+    """A fenced block of commands, or a command in a sentence.
 
     Attributes:
         page: where it stands, from the repository's root.
         kind: one of ``KINDS``.
-        text: what is between the fences.
+        text: what is between the fences or backticks.
     """
 
     page: str
@@ -46,17 +51,27 @@ class Block:
         return "\n".join(line for line in lines if line)
 
 
+def code(page: Path) -> Iterator[tuple[str | None, str]]:
+    """The words behind each opening fence of a page, and the block's text; ``None``, and the code in a sentence."""
+    for match in re.finditer(r"(?ms)^```([^\n]*)\n(.*?)^```[ \t]*$|`([^`\n]+)`", page.read_text()):
+        yield (None, match[3]) if match[3] else (match[1].strip(), match[2])
+
+
 def fences(page: Path) -> Iterator[tuple[str, str]]:
     """The words behind each opening fence of a page, and the block's text."""
-    for match in re.finditer(r"^```([^\n]*)\n(.*?)^```[ \t]*$", page.read_text(), re.MULTILINE | re.DOTALL):
-        yield match[1].strip(), match[2]
+    yield from ((words, text) for words, text in code(page) if words is not None)
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of commands of a page, in order."""
+    """The blocks of commands of a page, and the commands in its sentences, in order."""
     name = str(page.relative_to(ROOT))
-    found = [(words.split(), text) for words, text in fences(page)]
-    return [Block(name, " ".join(words[1:]), text) for words, text in found if words[:1] == ["bash"]]
+    found = []
+    for words, text in code(page):
+        if words is not None and words.split()[:1] == ["bash"]:
+            found.append(Block(name, " ".join(words.split()[1:]), text))
+        elif words is None and INLINE.match(text) and not TO_FILL_IN.search(text):
+            found.append(Block(name, "", text))
+    return found
 
 
 def of_kind(kind: str) -> list[Block]:

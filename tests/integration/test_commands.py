@@ -7,6 +7,7 @@ Lines that would install, download or run these very tests are left out.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -28,8 +29,22 @@ TRACED = "PROFILER=torch PROFILE_STEPS=3 bash tools/profile.sh --swap-layers 0-3
 """``test_profile`` runs it, with a smaller model."""
 EXAMPLES = tuple(f"PYTHONPATH=. .venv/bin/python examples/{name}.py" for name in ("swap_hugging_face", "swap_cnn"))
 """``test_examples`` runs them, and reads what they print."""
-LEFT_OUT = re.compile(r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install)\b")
+QUICK = tuple(f".venv/bin/python tools/{name} quick" for name in ("bench.py --suite", "sweep.py --sweep"))
+"""``test_bench`` and ``test_sweep`` run parts of them."""
+OTHERS = (FIRST, TRACED, *EXAMPLES, *QUICK)
+"""Lines that other tests run."""
+LEFT_OUT = re.compile(
+    r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install|"
+    r"python -m (tests\.fuzz|benchmarks\.faults|pytest)|python tools/check_slab\.py)\b"  # this one is for a GPU
+)
+NAMES = ("megatron-swap plan", "megatron-swap plan --table", "python -m megatron.swap.cli.launch")
+"""Programs that pages speak of by these words, and that need arguments."""
 TIMEOUT_S = 900.0
+HF_CONFIG = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 8192,
+}  # fmt: skip
+"""The reader's own model."""
 TINY = ("micro=4 batch=8 vocabulary=257", "micro=4 batch=4 vocabulary=257")
 """The preset without a GPU, and what pages run: one micro-batch a step in place of two. The peak is the same."""
 
@@ -52,11 +67,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(tmp_path: Path, corpus: Path) -> Path:
-    """A working copy without what it has produced, with this environment as its ``.venv``, and with a corpus."""
+    """A working copy without what it has produced, with this environment as its ``.venv``, a corpus and a model."""
     folder = tmp_path / "megatron-swap"
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_OURS, "shared"))
     shutil.copytree(corpus, folder / ".data")
     (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
     example = folder / "examples" / "pretrain_gpt_swap.sh"
     assert example.read_text().count(TINY[0]) == 1
     example.write_text(example.read_text().replace(*TINY))
@@ -65,7 +81,8 @@ def copy(tmp_path: Path, corpus: Path) -> Path:
 
 def start(script: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_SWAP_", "PYTEST_"))}
-    ours = {"PYTHONPATH": str(folder), **CHECKED, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+    paths = os.pathsep.join([str(folder / ".venv" / "bin"), os.environ["PATH"]])
+    ours = {"PATH": paths, "PYTHONPATH": str(folder), **CHECKED, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1"}  # fmt: skip
     return subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=given | ours, stdin=subprocess.DEVNULL,
@@ -88,7 +105,7 @@ def run(scripts: Sequence[str], folder: Path) -> None:
 
 def runnable(block: Block) -> str:
     lines = block.script.splitlines()
-    return "\n".join(line for line in lines if line not in (FIRST, TRACED, *EXAMPLES) and not LEFT_OUT.match(line))
+    return "\n".join(line for line in lines if line not in (*OTHERS, *NAMES) and not LEFT_OUT.match(line))
 
 
 def runnable_blocks(page: Path) -> list[str]:

@@ -345,6 +345,16 @@ def test_every_block_of_commands_has_a_kind() -> None:
     assert commands.unknown_kinds() == []
 
 
+def test_commands_in_sentences_are_blocks() -> None:
+    scripts = [block.script for block in commands.blocks(START)]
+    made = next(index for index, script in enumerate(scripts) if "preprocess_data.py" in script)
+    assert scripts[made + 1].startswith("DATA_PATH=.data/mine_text_document bash ")
+    assert "MODEL=125m" not in scripts
+    assert "python -m megatron.swap.cli.main doctor" in scripts
+    assert commands.TO_FILL_IN.search("python tools/verify.py equality --output FILE")
+    assert not commands.TO_FILL_IN.search("PYTHONPATH=. MODEL=8b bash a.sh --dtype BF16=1")
+
+
 def test_every_command_for_a_gpu_has_run_there() -> None:
     assert commands.missing_results() == [], "not in docs/results/h200-commands.json"
 
