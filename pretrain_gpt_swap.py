@@ -146,7 +146,7 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
     from megatron.training import get_args, get_tokenizer
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    from megatron.swap.megatron_lm.inputs import masks_documents, packs_documents
+    from megatron.swap.megatron_lm.inputs import evaluates, masks_documents, packs_documents
 
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -170,6 +170,9 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
         context_parallel_size=args.context_parallel_size,
         **({"inter_document_masking": True} if masks_documents(args) else {}),  # unknown before 0.19
     )
+
+    if not evaluates(args):  # Megatron would read these parts all the same, and fail at those that are too small
+        (config.split_matrix or config.blend_per_split)[1:] = [None, None]
 
     def is_built_on_this_rank() -> bool:
         # Of a stage that reads data, one tensor-parallel rank reads it and broadcasts it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ import numpy.typing as npt
 BYTE_EOD = 256
 BYTE_VOCAB_SIZE = 257
 BYTE_LEVEL_FLAGS = f"--tokenizer-type NullTokenizer --vocab-size {BYTE_VOCAB_SIZE}"
+ENOUGH_DOCUMENTS = 500
+"""Megatron's default --split 969,30,1 leaves none of fewer for the test."""
 
 Tokens = npt.NDArray[np.int64]
 
@@ -100,6 +103,8 @@ class DatasetWriter:
         final_bin, final_idx = dataset_files(self.prefix)
         self._builder.finalize(str(temporary_idx))
         final_idx.unlink(missing_ok=True)
+        for indices in self.prefix.glob("cache/*_indices"):  # Megatron's, of the dataset that this one replaces
+            shutil.rmtree(indices)
         temporary_bin.replace(final_bin)
         temporary_idx.replace(final_idx)
 

@@ -61,7 +61,11 @@ def main() -> int:
         if not files:
             print(f"error: {library} holds no .py files; name your own data with DATA_PATH=", file=sys.stderr)
             return 1
-        written = write_byte_level(prefix, read_texts(files))
+        try:
+            written = write_byte_level(prefix, read_texts(files))
+        except (OSError, ValueError) as error:  # a folder that cannot be written, a full disk, no text
+            print(f"error: {error}; --folder says where the corpus goes", file=sys.stderr)
+            return 1
         mib = written.num_tokens / 2**20
         print(
             f"[megatron-swap] corpus: {written.num_documents} files of Python {platform.python_version()}'s standard "

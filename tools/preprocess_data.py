@@ -29,6 +29,7 @@ from indexed_text import (
     BYTE_EOD,
     BYTE_LEVEL_FLAGS,
     BYTE_VOCAB_SIZE,
+    ENOUGH_DOCUMENTS,
     DatasetWriter,
     Tokens,
     dataset_files,
@@ -112,7 +113,6 @@ def build_encoder(args: argparse.Namespace) -> Encoder:
     """Build Megatron's tokenizer, or the byte-level one that needs none."""
     if args.tokenizer_type is None:
         return Encoder(encode_bytes, BYTE_VOCAB_SIZE, BYTE_EOD)
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     with quiet_imports():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -198,7 +198,8 @@ def encode_chunk(encoder: Encoder, keys: list[str], append_eod: bool, chunk: lis
         result.num_bytes += len(line.raw)
         try:
             tokens = {key: encoder.encode(text) for key, text in texts_of(line, keys).items()}
-        except ValueError as error:  # bad UTF-8, bad JSON, lone surrogates, words that a tokenizer refuses
+        # Bad UTF-8, bad JSON or one nested too deeply, lone surrogates, words that a tokenizer refuses.
+        except (ValueError, RecursionError) as error:
             result.problems.append(f"{line.place}: {error}")
             continue
         for key, ids in tokens.items():
@@ -245,6 +246,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for megatron.swap
     files = find_inputs(args.input, args.glob)
     stem: Path = args.output_prefix
     prefixes = {key: stem.with_name(f"{stem.name}_{key}_document") for key in args.json_keys}
@@ -286,6 +288,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{prefixes[key]}: {counts}")
     if args.tokenizer_type is None:
         print(f"byte-level: train with {BYTE_LEVEL_FLAGS}")
+    fewest = min(writer.num_documents for writer in writers.values())
+    if fewest < ENOUGH_DOCUMENTS:
+        from megatron.swap.megatron_lm.inputs import split_for
+
+        print(f"too few documents for Megatron's --split 969,30,1: train with {split_for(fewest)}")
     return 0
 
 

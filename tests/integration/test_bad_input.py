@@ -91,6 +91,17 @@ def test_what_the_machine_lacks(trainer: Trainer, swap: str, flags: str, words: 
     assert_refused(trainer.failing(f"{flags} {swap}"), *words)
 
 
+def test_data_of_few_documents(trainer: Trainer, tmp_path: Path) -> None:
+    """All of it is trained on, unless an evaluation is asked for. The last document is shorter than a sequence."""
+    import indexed_text  # tools/ is on the path where tests run, and not where ``python -m tests.pages`` reads them
+
+    indexed_text.write_byte_level(tmp_path / "few", ["One document a line."] * 30)
+    flags = f"^--mock-data --data-path {tmp_path}/few --vocab-size 257 --swap-layers none"
+    words = ["--split 969, 30, 1", "no document for the test", "30 documents", "--split 28,1,1", "--eval-iters 0"]
+    assert_refused(trainer.failing(f"{flags} --eval-iters 1", timeout_s=20.0), *words)
+    assert TRAINS in trainer.run(f"{flags} --train-iters 1", timeout_s=20.0).output
+
+
 def test_host_memory_that_grows_on_demand(trainer: Trainer) -> None:
     run = trainer.run("--swap-layers all --swap-host-gib 1000000 --swap-host-unchecked --swap-min-mib 0.001")
     assert TRAINS in run.output

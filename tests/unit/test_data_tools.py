@@ -76,6 +76,7 @@ def test_keys_make_a_dataset_each(tmp_path: Path) -> None:
         (b'{"other": 1}', "no text under key 'text' \\(keys of this line: other\\)"),
         (b'{"text": 3}', "no text under key 'text'"),
         (b'["text"]', "a JSON object is expected, not list"),
+        (b"[" * 100_000, "recursion"),
         (b'{"text": "\xff"}', "can't decode byte 0xff"),
         (b'{"text": "\\ud800"}', "surrogates not allowed"),
     ],
@@ -155,6 +156,38 @@ def test_an_existing_dataset_is_not_replaced_unasked(tmp_path: Path, capsys: pyt
     (tmp_path / "set_text_document.idx").unlink()  # half of one may be on its way here
     assert convert("--input", tmp_path / "a.jsonl", *words) == 1
     assert "set_text_document.bin: there already" in capsys.readouterr().err
+
+
+def test_few_documents_are_told_with_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for num, words in ((3, "--split 1,1,1, or --split 1,0,0 --eval-iters 0"), (500, None)):
+        lines = write_jsonl(tmp_path / f"{num}.jsonl", ["text"] * num)
+        assert convert("--input", lines, "--output-prefix", tmp_path / str(num), "--workers", 1) == 0
+        said = capsys.readouterr().out
+        assert ("too few documents" in said) == (words is not None)
+        assert (words or "") in said
+
+
+def test_indices_of_a_replaced_dataset_go(tmp_path: Path) -> None:
+    """Megatron names them by the dataset's path, and would read the new one by them."""
+    indices, other = tmp_path / "set" / "cache" / "GPTDataset_indices", tmp_path / "set" / "mine"
+    for folder in (indices, other):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    indexed_text.write_byte_level(tmp_path / "set", ["text"])
+    assert not indices.exists()
+    assert (other / "file").exists()
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["prepare", "--folder", str(tmp_path / folder)])
+    assert prepare_stdlib_corpus.main() == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:

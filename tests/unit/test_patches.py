@@ -17,9 +17,12 @@ import torch
 from packaging.requirements import Requirement
 
 from megatron.swap.cli import doctor
+from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.inputs import refuse_empty_part
 from megatron.swap.patches import (
     checkpointed_forward,
     compile_helpers,
+    empty_part,
     finish,
     fused_activations,
     get_megatron_optimizer,
@@ -203,6 +206,7 @@ def test_a_failing_build_leaves_nothing_behind(upstream: Any) -> None:
 
 ALL = (
     compile_helpers.PATCH,
+    empty_part.empty_part_patch(refuse_empty_part),
     train.train_patch(lambda: None, lambda failure, model, optimizer: None),
     training_log.training_log_patch(lambda **news: None),
     finish.finish_patch(lambda: None),
@@ -353,6 +357,20 @@ def test_quiet_drops_only_what_it_knows(capsys: pytest.CaptureFixture[str]) -> N
     assert len(lines) == 2
     assert lines[0].startswith("[exiting")
     assert lines[1].startswith(" [now] iteration")
+
+
+def test_data_without_tokens_ends_the_run() -> None:
+    """Megatron would add nothing to nothing until it is enough."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, Split
+
+    config = types.SimpleNamespace(split="1,1", sequence_length=4, add_extra_token_to_sequence=1)
+    part = types.SimpleNamespace(
+        config=config, dataset_path="some/data", index_split=Split.valid, indices=[], num_samples=2
+    )
+    with apply([empty_part.empty_part_patch(refuse_empty_part)]):
+        assert GPTDataset._get_num_epochs(part, 3) == 3
+        with pytest.raises(UsageError, match=r"some/data: the part for valid has 0 documents, by the split 1,1, and"):
+            GPTDataset._get_num_epochs(part, 0)
 
 
 def test_main_parameters_are_copied_once() -> None:

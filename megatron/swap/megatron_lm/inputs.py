@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import struct
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.swap.common.types import UsageError
 
@@ -24,6 +26,11 @@ TOKENIZER_LIBRARIES = {
 ENDINGS = (".idx", ".bin")
 MOST_SHOWN = 3
 """Datasets that an error names."""
+MARK = b"MMIDIDX\x00\x00"
+HEAD = struct.Struct("<9sQBQ")
+"""The beginning of an ``.idx`` file: ``MARK``, its version, the type of its tokens, its number of documents."""
+PARTS = ("training", "validation", "the test")
+"""The parts of ``--split``, in its order."""
 
 
 def check_tokenizer(args: Namespace) -> None:
@@ -111,12 +118,16 @@ def check_packing(args: Namespace) -> None:
 
 
 def check_data(args: Namespace) -> None:
-    """Refuse datasets that do not exist: each is a prefix of an ``.idx`` and a ``.bin`` file, with ``--sft`` a file.
+    """Refuse datasets that do not exist, and parts of them without a document.
+
+    A dataset is a prefix of an ``.idx`` and a ``.bin`` file, with ``--sft`` a file. In a part without a document
+    Megatron looks for tokens for ever.
 
     Raises:
-        UsageError: names the flag, the missing files, and datasets that are there.
+        UsageError: names the flag, the files or the part, and what to give instead.
     """
-    for flag, words in _blends(args):
+    blends = list(_blends(args))
+    for flag, words, _ in blends:
         for prefix in _prefixes(words):
             if args.sft:
                 if not Path(prefix).is_file():
@@ -133,17 +144,97 @@ def check_data(args: Namespace) -> None:
                     f"{_others(prefix)} tools/preprocess_data.py makes one from text, and prints its prefix; "
                     "--mock-data trains on random tokens."
                 )
+    for flag, words, is_divided in blends if not args.sft else ():
+        found = {prefix: _num_documents(flag, prefix) for prefix in _prefixes(words) if "://" not in prefix}
+        if found and is_divided:
+            _check_split(args, found)
 
 
-def _blends(args: Namespace) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield each flag that names datasets, with its words."""
+def evaluates(args: Namespace) -> bool:
+    """Return whether training evaluates the model on validation data, and on test data if there is any."""
+    return bool(args.full_validation or args.eval_iters)
+
+
+def split_for(num_documents: int) -> str:
+    """Return flags with which each part of so many documents has one, or with which training has all of them."""
+    whole = "--split 1,0,0 --eval-iters 0"
+    if num_documents < 2:
+        return whole
+    split = "1,1,0" if num_documents == 2 else f"{num_documents - 2},1,1"
+    return f"--split {split}, or {whole}"
+
+
+def refuse_empty_part(dataset: Any) -> NoReturn:
+    """Refuse a part of Megatron's data, where a script of the user's builds one without tokens.
+
+    Raises:
+        UsageError: names the part and the data.
+    """
+    split = f", by the split {dataset.config.split}" if dataset.config.split else ""
+    raise UsageError(
+        f"{dataset.dataset_path}: the part for {dataset.index_split.name} has {len(dataset.indices)} documents{split}, "
+        "and no tokens. Give it documents, or the share 0 and no evaluation: --split 1,0,0 --eval-iters 0."
+    )
+
+
+def _check_split(args: Namespace, num_documents: dict[str, int]) -> None:
+    """Refuse a ``--split`` that leaves no document to a part that is read. ``num_documents``: of each dataset."""
+    if args.split is None:
+        raise UsageError("--data-args-path: needs --split, the shares of training, validation and test, as in 98,1,1.")
+    remedy = f"Give {split_for(min(num_documents.values()))}, which evaluates nothing."
+    asked = {
+        PARTS[0]: "" if args.skip_train else "--train-iters",
+        PARTS[1]: "--full-validation" if args.full_validation else f"--eval-iters {args.eval_iters}",
+    }
+    for part, share in zip(PARTS if evaluates(args) else PARTS[:1], _shares(args.split), strict=False):
+        if share is None:
+            if asked.get(part):
+                raise UsageError(
+                    f"--split {args.split}: has nothing for {part}, which {asked[part]} asks for. {remedy}"
+                )
+            continue
+        for prefix, num in num_documents.items():
+            begin, end = (round(bound * num) for bound in share)  # as Megatron's builder does
+            if begin == end:
+                has = "1 document" if num == 1 else f"{num} documents"
+                raise UsageError(f"--split {args.split}: leaves no document for {part}: {prefix} has {has}. {remedy}")
+
+
+def _shares(split: str) -> Sequence[tuple[float, float] | None]:
+    """Return where each part begins and ends, from 0 to 1; ``None``: it has no share."""
+    from megatron.core.datasets import blended_megatron_dataset_config as config
+
+    try:
+        vector = config.parse_and_normalize_split(split)
+    except (AssertionError, ValueError):
+        vector = [math.nan]
+    if not all(map(math.isfinite, vector)):
+        raise UsageError(f"--split {split}: give the shares of training, validation and test, as in 98,1,1.")
+    shares: Sequence[tuple[float, float] | None] = config.convert_split_vector_to_split_matrix(vector)
+    return shares
+
+
+def _num_documents(flag: str, prefix: str) -> int:
+    """Return the number of documents of a dataset, at least 1."""
+    with Path(f"{prefix}.idx").open("rb") as stream:
+        head = stream.read(HEAD.size)
+    if len(head) < HEAD.size or not head.startswith(MARK):
+        raise UsageError(f"{flag} {prefix}: {prefix}.idx is no index of Megatron's. Make the dataset again.")
+    num_documents = int(HEAD.unpack(head)[3])
+    if num_documents == 0:
+        raise UsageError(f"{flag} {prefix}: the dataset has no documents. Give one that has.")
+    return num_documents
+
+
+def _blends(args: Namespace) -> Iterator[tuple[str, Sequence[str], bool]]:
+    """Yield each flag that names datasets, its words, and whether ``--split`` divides these datasets."""
     flags = {
         "--data-path": args.data_path, "--train-data-path": args.train_data_path,
         "--valid-data-path": args.valid_data_path, "--test-data-path": args.test_data_path,
     }  # fmt: skip
-    yield from ((flag, words) for flag, words in flags.items() if words)
+    yield from ((flag, words, flag == "--data-path") for flag, words in flags.items() if words)
     if args.data_args_path is not None:
-        yield f"--data-args-path {args.data_args_path}:", _text("--data-args-path", args.data_args_path).split()
+        yield f"--data-args-path {args.data_args_path}:", _text("--data-args-path", args.data_args_path).split(), True
     if args.per_split_data_args_path is not None:
         flag, path = "--per-split-data-args-path", args.per_split_data_args_path
         try:
@@ -154,7 +245,7 @@ def _blends(args: Namespace) -> Iterator[tuple[str, Sequence[str]]]:
                 f"{flag} {path}: a JSON object with train, valid and test is expected, each a list of prefixes, "
                 f"with or without weights ({type(error).__name__}: {error})."
             ) from None
-        yield from ((f"{flag} {path}:", part.split() if isinstance(part, str) else part or ()) for part in words)
+        yield from ((f"{flag} {path}:", part.split() if isinstance(part, str) else part or (), False) for part in words)
 
 
 def _text(flag: str, path: str) -> str:

@@ -10,20 +10,34 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.inputs import TOKENIZER_LIBRARIES, check_data, check_packing, check_tokenizer
+from megatron.swap.megatron_lm.inputs import (
+    HEAD,
+    MARK,
+    TOKENIZER_LIBRARIES,
+    check_data,
+    check_packing,
+    check_tokenizer,
+    split_for,
+)
 
 
 def data(**given: object) -> Namespace:
     names = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
              "per_split_data_args_path")  # fmt: skip
-    return Namespace(**{**dict.fromkeys(names), "sft": False, **given})
+    read = {"sft": False, "split": "969, 30, 1", "eval_iters": 0, "full_validation": False, "skip_train": False}
+    return Namespace(**{**dict.fromkeys(names), **read, **given})
+
+
+def dataset(prefix: Path, num_documents: int) -> str:
+    """Write the beginning of a dataset."""
+    Path(f"{prefix}.bin").touch()
+    Path(f"{prefix}.idx").write_bytes(HEAD.pack(MARK, 1, 8, num_documents))
+    return str(prefix)
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    for ending in (".idx", ".bin"):
-        (tmp_path / f"mine_text_document{ending}").touch()
-    return str(tmp_path / "mine_text_document")
+    return dataset(tmp_path / "mine_text_document", 500)
 
 
 def test_datasets_that_exist(prefix: str, tmp_path: Path):
@@ -72,6 +86,55 @@ def test_files_that_name_datasets(tmp_path: Path, flag: str, text: str | None, w
         (tmp_path / "file").write_text(text)
     with pytest.raises(UsageError, match=words):
         check_data(data(**{flag: str(tmp_path / "file")}))
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "given", "words"),
+    [
+        (1, {"eval_iters": 2}, "--split 969, 30, 1: leaves no document for validation: {} has 1 document. Give "),
+        (1, {"eval_iters": 2}, "Give --split 1,0,0 --eval-iters 0, which evaluates nothing."),
+        (2, {"full_validation": True}, "for validation: {} has 2 documents. Give --split 1,1,0, or --split 1,0,0 "),
+        (100, {"eval_iters": 2}, "leaves no document for the test: {} has 100 documents. Give --split 98,1,1, or "),
+        (1, {"split": "1,1,1"}, "--split 1,1,1: leaves no document for training: {} has 1 document. "),
+        (9, {"split": "1,0,0", "eval_iters": 2}, "has nothing for validation, which --eval-iters 2 asks for. Give "),
+        (9, {"split": "0,1,0"}, "--split 0,1,0: has nothing for training, which --train-iters asks for. Give "),
+        (9, {"split": "0,0"}, "--split 0,0: give the shares of training, validation and test, as in 98,1,1."),
+        (9, {"split": "1,2,3,4"}, "--split 1,2,3,4: give the shares"),
+        (9, {"split": "all"}, "--split all: give the shares"),
+        (0, {}, "--data-path {}: the dataset has no documents"),
+    ],
+)  # fmt: skip
+def test_a_part_without_documents(tmp_path: Path, num_documents: int, given: dict[str, object], words: str):
+    found = dataset(tmp_path / "few", num_documents)
+    with pytest.raises(UsageError) as caught:
+        check_data(data(data_path=[found], **given))
+    assert words.format(found) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_documents", [1, 2, 3, 7, 100, 499])
+def test_the_split_that_an_error_names_works(tmp_path: Path, num_documents: int):
+    """Also where another dataset has more documents."""
+    few = dataset(tmp_path / "few", num_documents)
+    for more in range(num_documents, 3 * num_documents, 1 + num_documents // 20):
+        blend = [few, dataset(tmp_path / "more", more)]
+        for flags in split_for(num_documents).split(", or "):
+            words = flags.split()
+            check_data(data(data_path=blend, split=words[1], eval_iters=0 if "--eval-iters" in words else 2))
+
+
+def test_parts_that_nobody_reads(tmp_path: Path):
+    few = dataset(tmp_path / "few", 1)
+    check_data(data(data_path=[few]))
+    check_data(data(data_path=[few], split="1,0,0"))
+    check_data(data(train_data_path=[few], split=None, eval_iters=2))
+
+
+def test_a_damaged_index(prefix: str):
+    for content in (b"", b"MMIDIDX", b"\x00" * 100):
+        Path(f"{prefix}.idx").write_bytes(content)
+        with pytest.raises(UsageError, match=r"mine_text_document\.idx is no index of Megatron's"):
+            check_data(data(data_path=[prefix]))
 
 
 def test_conversations_are_a_file(tmp_path: Path):
