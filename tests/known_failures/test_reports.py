@@ -16,11 +16,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from megatron.swap.common.types import UsageError
 from tests.plain_loop import ALL, Cnn, Mlp, images, loss_of, rows, train
-from tests.planned_loop import QUIET, unswapped
+from tests.planned_loop import NUM_STEPS, QUIET, unswapped
 
 WIDTH = 32
-NUM_STEPS = 24
-"""A plan is followed from step 20 on, at the latest."""
 Backward = Callable[[nn.Module, Any, int], torch.Tensor]
 
 
