@@ -263,7 +263,8 @@ class RunChecks:
         if differs is None:
             return
         if known.index >= len(self._flags):
-            self._flags = torch.cat([self._flags, self._flags.new_zeros(max(256, len(self._flags)))])
+            num_more = max(256, len(self._flags), known.index + 1 - len(self._flags))
+            self._flags = torch.cat([self._flags, self._flags.new_zeros(num_more)])
         self._flags[known.index].logical_or_(differs)
         self._is_newer = True
 

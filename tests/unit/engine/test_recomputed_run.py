@@ -200,6 +200,17 @@ def test_one_run_in_each_forward_is_compared_as_a_whole() -> None:
     assert whole[1:] == [[step % 4] for step in range(1, 9)]
 
 
+def test_a_comparison_behind_a_thousand_others() -> None:
+    loop = Loop()
+    state = loop.reader.read()
+    for key in range(1, 1001):  # the layers of a long forward, of which the first runs again last
+        loop.checks.run(key, f"layer {key}", state, sees_saved=True, **loop.options)
+    loop.step()
+    loop.step(lambda: FACTOR.__setitem__(0, 1.5))
+    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
+        loop.checks.read()
+
+
 def test_recomputed_storages_take_turns() -> None:
     layers = stack(4)
     with Engine(layers, swapped=(), recompute=("norm", "activation")) as engine:
