@@ -88,7 +88,8 @@ class PlannedLayers:
         if is_measuring and not was_entered and any(boundary.has_graph for boundary in self.boundaries):
             raise UsageError(
                 "a forward begins before the backward of the last one, and memory_gib plans one forward at a time. "
-                "Run backward after each forward, concatenate the batches into one, or swap layers without a budget."
+                "Run backward after each forward, concatenate the batches into one, or swap layers without a budget. "
+                "Where a step is skipped, delete its loss (del loss)."
             )
         for boundary in self.boundaries:
             boundary.begin_forward()
