@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = [
-    {"report"}, {"sweeps", "verify", "faults", "plan_points", "soak", "frameworks", "any_model", "lora", "trainer",
-    "weights_inference"}, {"suites"}, {"names"}, {"flags"}, {"runner", "traces"}, {"machine"},
+    {"report"}, {"sweeps", "verify", "faults", "plan_points", "soak", "frameworks", "checks", "lora", "trainer",
+    "weights_inference"}, {"any_model"}, {"suites"}, {"names"}, {"flags"}, {"runner", "traces"}, {"machine"},
     {"store", "large_model"}, {"rows", "stamp", "pinned_memory", "training_loop", "offloaders"},
 ]  # fmt: skip
 TRAINING = (ROOT / "megatron", ROOT / "patches")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.swap.common.types import LINEAR, NORM, PRODUCERS, ROTARY, Action, Site, UsageError
+from megatron.swap.common.types import LINEAR, NORM, PRODUCERS, ROTARY, Action, Site
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.profiling.observer import Observer
 from tests.engine import (
@@ -292,10 +292,14 @@ class TestWholeLayers:
         assert {site for site in seen if site.layer == 1} == {Site(1, "checkpoint", 0)}
         assert engine.counters.layers[1].out_bytes == HIDDEN_BYTES * 2 * 2
 
-    def test_an_input_without_gradient_is_refused(self) -> None:
+    def test_an_input_without_gradient(self) -> None:
         layers = stack(2)
-        with Engine(layers, whole=[0]), pytest.raises(UsageError, match="layer 0 is to be recomputed whole"):
-            forward(layers, batch())
+        plain = copy.deepcopy(layers)
+        loss_of(forward(plain, batch())).backward()
+        with Engine(layers, whole=[0]):
+            loss_of(forward(layers, batch())).backward()
+        pairs = zip(layers.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)  # type: ignore[arg-type]
 
     def test_a_frozen_layer_whose_input_needs_no_gradient_just_runs(self) -> None:
         def frozen() -> nn.ModuleList:
