@@ -35,6 +35,7 @@ from megatron.swap.cli.training_command import training_command
 from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.config import USUAL_FRACTION, check_files
 from megatron.swap.common.plan import load_plan, save_plan
+from megatron.swap.common.printable import printable
 from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.planner.flags import Training, check_known, read_flags, training_flags
 from megatron.swap.planner.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, find_gpu
@@ -126,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
         check(options)
         return 0 if plan(options, own) else 1
     except (UsageError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
 
 
@@ -298,7 +299,8 @@ def _plan_profile(options: argparse.Namespace) -> bool:
     budget = f"--swap-plan {options.save}" if options.save else f"--swap-memory-gib {floor(budget_gib)}"
     chosen = found[-1] if found[-1].fits else None
     flags = (budget, *found[-1].flags)
-    return _report(options, found, chosen, f"in {budget_gib:.4g} GiB of {profile.device.name}", tokens, flags)
+    on = f"in {budget_gib:.4g} GiB of {printable(profile.device.name)}"
+    return _report(options, found, chosen, on, tokens, flags)
 
 
 def _plan_hf(options: argparse.Namespace) -> bool:

@@ -24,7 +24,7 @@ def read_measured(path: Path, model: Model, pipeline_rank: int) -> tuple[MemoryR
         num_layers, ranks = summary["num_layers"], summary["ranks"]
         rank = ranks[pipeline_rank * len(ranks) // model.pipeline_parallel]
         rows = rank["memory"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UsageError(
             f"--summary {path}: is not what --swap-summary writes today ({type(error).__name__}: {error}). Train again "
             "with it, or leave --summary out."

@@ -9,19 +9,20 @@ from dataclasses import dataclass, replace
 from megatron.swap.cli.plan_text import floor
 from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Plan
+from megatron.swap.common.printable import in_one_line
 from megatron.swap.common.types import UsageError
 from megatron.swap.nn.config_model import (
     CHECKPOINT_CALL,
     Training,
+    alone,
     checkpointed,
-    in_one_line,
     model_of,
     step_of,
     swapped_part,
 )
 from megatron.swap.nn.dry_engine import capacity_gib
 from megatron.swap.nn.dry_profile import DryStep, dry_planned_step, dry_profile, dry_step
-from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.gpus import Gpu, find_gpu
 from megatron.swap.planner.options import CHECKPOINTING, NOTHING, Option, best, of_dry_run
 
 
@@ -67,11 +68,18 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
     if budget_gib > gpu.memory_gib:
         raise UsageError(f"--memory-gib {budget_gib:g}: {gpu.name} has {gpu.memory_gib:g} GiB.")
     host_gib = None if options.host_gib is None else options.host_gib / per_host
+    with alone():
+        return _plan(options, training, gpu, budget_gib, host_gib)
+
+
+def _plan(
+    options: argparse.Namespace, training: Training, gpu: Gpu, budget_gib: float, host_gib: float | None
+) -> HfPlan:
     model = model_of(options.hf, training)
     part, script_name = swapped_part(model, training)
-    gpu = gpu.for_width(model.config.get_text_config().hidden_size)
     steps: list[tuple[str, tuple[str, ...], DryStep]] = []  # name, what a script gets for it, figures
     try:
+        gpu = gpu.for_width(model.config.get_text_config().hidden_size)
         steps.append((NOTHING, (), dry_step(model, step_of(model, training), gpu)))
         if model.supports_gradient_checkpointing:
             with checkpointed(model):
@@ -99,7 +107,7 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
         found = of_dry_run(profile, budget_gib, without_swapping, reserved_of)
     except UsageError:
         raise
-    except RuntimeError as error:
+    except Exception as error:  # a model that cannot run says so in any way
         raise UsageError(
             f"--hf {options.hf}: {type(model).__name__} cannot run dry ({in_one_line(error)}). Train it with "
             f"swap.activations({script_name}, memory_gib={floor(budget_gib)}), which measures its steps."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
+import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import checkpoint
 
+from megatron.swap.common.printable import in_one_line
 from megatron.swap.common.types import UsageError
+from megatron.swap.nn.config_file import read_config
 from megatron.swap.nn.dry_autocast import DryAutocast
 
 CHECKPOINT_CALL = "model.gradient_checkpointing_enable()"
 META = torch.device("meta")
+MOST_MODULES = 100_000
+"""Modules of the largest model that is built: 61 layers of 257 experts with five modules each have 78,000."""
 IDLE_MS = 0.05
 """``Trainer`` asks for the loss's value in each step. So the GPU waits for the host, which clips gradients, updates the
 weights and begins the next step: 114 ms between backward and forward, with kernels of 94, for 399 weights on an H200's
@@ -67,51 +72,88 @@ def model_of(path: Path, training: Training) -> Any:
     Raises:
         UsageError: transformers is missing, the file describes no such model, or its sequences are shorter.
     """
+    found = read_config(path)
     try:
         import transformers
-    except ImportError as error:
-        raise UsageError("--hf: transformers builds the model, and is missing: pip install transformers.") from error
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(file.read_text())
-        kind = found["model_type"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except Exception as error:  # what else is missing or broken, its packages say in any way
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            raise UsageError(
+                "--hf: transformers builds the model, and is missing: pip install transformers."
+            ) from error
         raise UsageError(
-            f"--hf {path}: is no config.json of transformers ({in_one_line(error)}). Give the file, which "
-            "model.config.save_pretrained(FOLDER) writes, or its folder."
+            f"--hf: transformers builds the model, and cannot be imported ({in_one_line(error)}). Install what it "
+            "lacks, or another version."
         ) from error
+    kind = found["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise UsageError(f"--hf {path}: model_type {kind!r} is not in transformers {transformers.__version__}, and "
                          "code of other places is not run. Install a version that has it.")  # fmt: skip
-    config_class = transformers.CONFIG_MAPPING[kind]
-    if config_class not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    try:
+        config_class = transformers.CONFIG_MAPPING[kind]
+        is_causal = config_class in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        config = config_class.from_dict(found) if is_causal else None
+    except Exception as error:  # as below
+        raise UsageError(f"--hf {path}: the config is invalid ({in_one_line(error)}). Correct it.") from error
+    if config is None:
         raise UsageError(
             f"--hf {path}: {kind} is no causal language model (AutoModelForCausalLM). Only those are planned without a "
             "GPU. Train it with swap.activations(model, memory_gib=…), which measures its steps."
         )
-    try:
-        config = config_class.from_dict(found)
-    except Exception as error:  # as below
-        raise UsageError(f"--hf {path}: the config is invalid ({in_one_line(error)}). Correct it.") from error
-    longest = vars(config.get_text_config()).get("max_position_embeddings")
-    if longest is not None and training.seq_length > longest:
-        raise UsageError(f"--seq-length {training.seq_length}: the config has max_position_embeddings {longest}. Give "
-                         "at most that many tokens, or raise it in the config.")  # fmt: skip
     dtype = torch.bfloat16 if training.weights == "bf16" else torch.float32
     try:
-        with META:
+        longest = vars(config.get_text_config()).get("max_position_embeddings")
+        if longest is not None and training.seq_length > longest:
+            raise UsageError(f"--seq-length {training.seq_length}: the config has max_position_embeddings {longest}. "
+                             "Give at most that many tokens, or raise it in the config.")  # fmt: skip
+        with META, _of_bounded_size(path):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        vars(model.config)["pad_token_id"] = None  # no token is padding: else some models look whether tokens are
+    except UsageError:
+        raise
     except Exception as error:  # what a model refuses in its config, it says in any way
         raise UsageError(
             f"--hf {path}: transformers cannot build the model ({in_one_line(error)}). Correct the config."
         ) from error
-    model.config.pad_token_id = None  # no token is padding: else some models look whether tokens are
     return model
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return the kind of ``error`` and the beginning of its text, which may go on with a trace of C++."""
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' …')}"
+@contextmanager
+def alone() -> Iterator[None]:
+    """Return a context in which transformers, if it is imported there, downloads nothing, and says nothing."""
+    settings = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0", "TRANSFORMERS_VERBOSITY": "critical"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # for one that was imported before
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _of_bounded_size(path: Path) -> Iterator[None]:
+    """Return a context in which a model of more than ``MOST_MODULES`` modules is refused while it is built."""
+    num_modules = 0
+
+    def count(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        nonlocal num_modules
+        num_modules += 1
+        if num_modules > MOST_MODULES:
+            raise UsageError(f"--hf {path}: the model has more than {MOST_MODULES} modules. Give a smaller one.")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def swapped_part(model: Any, training: Training) -> tuple[nn.Module, str]:

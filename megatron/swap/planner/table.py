@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from megatron.swap.common.plan import Plan
+from megatron.swap.common.printable import printable
 from megatron.swap.common.types import GIB, MemoryRow, format_bytes
 from megatron.swap.planner.options import Option
 from megatron.swap.planner.profile import NonLayerSite, Profile
@@ -198,6 +199,7 @@ def _size(mib: float) -> str:
 def _aligned(rows: Sequence[tuple[str, ...]], numbers: int | tuple[int, ...] | None) -> Iterator[str]:
     """Yield lines with aligned columns. Columns at the indices ``numbers`` are right-aligned."""
     right = (numbers,) if isinstance(numbers, int) else numbers or ()
+    rows = [tuple(map(printable, row)) for row in rows]  # names come from files
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [

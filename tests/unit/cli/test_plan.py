@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -180,3 +181,22 @@ def test_small_budgets_are_printed_in_mib(
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "budget 102 MiB" in lines
     assert not any("0.00 GiB" in line for line in lines if line.startswith(("peak", "budget", "host ")))
+
+
+def test_what_files_say_cannot_command_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Line ends in a name would be lines of their own, and half a pair of surrogates cannot be printed."""
+    bad, shown = "a\x1b[2J\nb\ud800", r"a\x1b[2J\nb\ud800"
+    assert program.main(["--profile", "profile.json", "--save", "plan.json", "--memory-gib", "4"]) == 0
+    text = Path("plan.json").read_text()
+    capsys.readouterr()
+    model = json.loads(text)["model"]["dtype"]
+    Path("plan.json").write_text(text.replace(json.dumps(model), json.dumps(bad), 1))
+    assert program.main(["--show", "plan.json"]) == 0
+    assert f", {shown}" in capsys.readouterr().out
+    assert program.main(["--show", bad]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {shown}: ")
+    profile = json.loads(Path("profile.json").read_text())
+    profile["device"]["name"] = bad
+    Path("profile.json").write_text(json.dumps(profile))
+    assert program.main(["--profile", "profile.json", "--memory-gib", "4"]) == 0
+    assert f"GiB of {shown}" in capsys.readouterr().out

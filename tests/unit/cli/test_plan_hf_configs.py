@@ -1,0 +1,186 @@
+"""megatron-swap plan --hf reads config files of anybody: each is planned or refused in a line, and asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.swap.cli import plan as program
+from megatron.swap.cli import plan_hf
+from megatron.swap.common.types import UsageError
+from megatron.swap.nn import config_model
+from tests.sizes import sized
+
+pytest.importorskip("transformers")
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+RUNS = "a step ran"
+LINE = "--gpu h200 --hf config.json --seq-length 64"
+TIMEOUT_S = 20
+
+Read = Callable[[Any], str]
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
+    """Return what is said of a config, an object or the bytes of its file: one line, and nothing that is asked."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise UsageError(RUNS)
+
+    def asked(*_: Any) -> str:
+        pytest.fail("it asks")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_hf, "dry_profile", stop)  # behind a step without swapping
+    monkeypatch.setattr("builtins.input", asked)
+
+    def said(config: Any) -> str:
+        content = config if isinstance(config, bytes) else json.dumps(config).encode()
+        Path("config.json").write_bytes(content)
+        assert program.main(LINE.split()) == 1
+        found = capsys.readouterr()
+        assert found.out == ""
+        assert found.err.startswith("error: ")
+        assert found.err.endswith("\n")
+        assert found.err[:-1].isprintable(), found.err
+        return found.err.removeprefix("error: ")
+
+    return said
+
+
+ATTENTION = "is not planned, and nothing is downloaded. Give one of eager, sdpa, or remove the key."
+EXPERTS = "Give one of eager, grouped_mm, batched_mm, or remove the key."
+QUANTIZED = "quantization_config: quantized weights are not planned, --weights says which are. Remove the key."
+NO_CONFIG = "is no config.json of transformers ("
+OF_ANOTHER = {"AutoConfig": "a/b--c.D", "AutoModel": "a/b--c.D", "AutoModelForCausalLM": "a/b--c.D"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"attn_implementation": "kernels-community/flash-attn"}, ATTENTION),
+        ({"_attn_implementation": "flash_attention_2"}, "_attn_implementation 'flash_attention_2': " + ATTENTION),
+        ({"_attn_implementation_internal": "a/b:c"}, "_attn_implementation_internal 'a/b:c': " + ATTENTION),
+        ({"attn_implementation": {"": "sdpa", "text_config": "/tmp/x"}}, "attn_implementation '/tmp/x': "),
+        ({"attn_implementation": ["sdpa"]}, "attn_implementation ['sdpa']: is not planned"),
+        ({"attn_implementation": {"": {}}}, "attn_implementation {}: is not planned"),
+        ({"text_config": {"a": [{"attn_implementation": "a/b"}]}}, "attn_implementation 'a/b': " + ATTENTION),
+        ({"experts_implementation": "a/b"}, EXPERTS),
+        ({"quantization_config": {"quant_method": "fp8"}}, QUANTIZED),
+        ({"quantization_config": "a/b"}, QUANTIZED),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers 1e+07: must be at most 100000."),
+        ({"num_labels": 10**9}, "num_labels 1e+09: must be at most 100000."),
+        ({"num_hidden_layers": 99_999}, "the model has more than 300 modules. Give a smaller one."),
+        ({"num_hidden_layers": True}, "the config is invalid"),
+        ({"vocab_size": 10**30}, "transformers cannot build the model"),
+        ({"hidden_act": "\x1b[2J"}, r"KeyError: '\x1b[2J'"),
+        ({"model_type": "\x1b]0;x"}, r"model_type '\x1b]0;x' is not in transformers"),
+        ({"model_type": "\ud800"}, r"model_type '\ud800' is not in"),
+        ({"model_type": ["llama"]}, "model_type is ['llama'], not a name"),
+        ({"model_type": None}, "model_type is None, not a name"),
+        ({"attention_dropout": None}, "cannot run dry (TypeError"),
+        ({"output_hidden_states": 1.5}, "cannot run dry (TypeError"),
+        ({"auto_map": OF_ANOTHER, "trust_remote_code": True, "_name_or_path": "a/b"}, RUNS),
+        ({"quantization_config": None, "attn_implementation": None, "_attn_implementation_autoset": True}, RUNS),
+        ({"attn_implementation": {"": "eager"}}, RUNS),
+        ({"return_dict": False}, RUNS),
+        ({"rope_scaling": None, "time_step_limit": [0.0, float("inf")]}, RUNS),
+    ],
+    ids=lambda what: str(what)[:40].encode("unicode_escape").decode() if isinstance(what, dict) else "",
+)
+def test_keys(monkeypatch: pytest.MonkeyPatch, read: Read, keys: dict[str, Any], words: str) -> None:
+    monkeypatch.setattr(config_model, "MOST_MODULES", 300)
+    assert words in read(LLAMA | keys)
+
+
+def test_a_model_whose_padding_must_be_a_number(read: Read) -> None:
+    assert RUNS in read(LLAMA | {"model_type": "modernbert-decoder", "pad_token_id": 0})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\x00" * 100, bytes(range(256)), b"\xff\xfe{\x00}\x00", b"3", b"null", b"[]", b'"llama"', b"{}",
+        b'{"model_type": "llama", "rms_norm_eps": NaN}', b'{"model_type": "llama", "x": 1' + b"0" * 5000 + b"}",
+        b'{"model_type": "llama", "x": ' + b"[" * 200_000,
+        b'{"model_type": "llama", "x": ' + b'{"a": ' * 20_000 + b"1" + b"}" * 20_001,
+    ],
+    ids=lambda content: str(content[:40]),
+)  # fmt: skip
+def test_files_that_are_no_config(read: Read, content: bytes) -> None:
+    assert NO_CONFIG in read(content)
+
+
+def test_paths_that_are_no_file(read: Read, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("fifo")
+    Path("folder").mkdir()
+    Path("piped").mkdir()
+    os.mkfifo("piped/config.json")
+    Path("zero").symlink_to("/dev/zero")
+    for path in ("/dev/zero", "zero", "fifo", "folder", "piped", "nowhere", "a" * 5000, "\x1b[2J"):
+        assert program.main(["--gpu", "h200", "--hf", path, "--seq-length", "64"]) == 1
+        said = capsys.readouterr().err
+        assert NO_CONFIG in said
+        assert said[:-1].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ModuleNotFoundError("No module named 'transformers'", name="transformers"), "is missing: pip install transf"),
+        (ModuleNotFoundError("No module named 'regex'", name="regex"), "cannot be imported (ModuleNotFoundError: No "),
+        (ImportError("undefined symbol"), "cannot be imported (ImportError: undefined symbol). Install what it lacks"),
+        (OSError("libcudart.so.12"), "cannot be imported (OSError: libcudart.so.12). Install what it lacks, or anothe"),
+    ],
+)
+def test_transformers_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, read: Read, error: Exception, words: str
+) -> None:
+    class Finder:
+        """Fails to import transformers."""
+
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "transformers":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert words in read(LLAMA)
+
+
+VALUES = (
+    "x", "a/b", "/etc/passwd", "10", "", None, True, False, [], [1, "x"], {}, {"a": 1}, -1, 0, 1.5, -(10**30), 10**30,
+    float("inf"), "\x1b[2J", "\ud800",
+)  # fmt: skip
+KEYS = (
+    *LLAMA, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+    "hidden_act", "attention_dropout", "initializer_range", "tie_word_embeddings", "attn_implementation",
+    "experts_implementation", "auto_map", "quantization_config", "torch_dtype", "dtype", "return_dict",
+    "use_return_dict", "output_attentions", "output_hidden_states", "pad_token_id", "id2label", "num_labels",
+    "is_encoder_decoder", "chunk_size_feed_forward", "layer_types", "architectures", "_name_or_path", "problem_type",
+    "per_layer_config", "text_config", "attribute_map", "generation_config", "sub_configs", "loss_type", "to_dict",
+    "get_text_config", "__class__", "", "a.b",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(sized(200, 20)))
+def test_random_configs(read: Read, seed: int) -> None:
+    chance = random.Random(seed)
+    config = LLAMA | {chance.choice(KEYS): chance.choice(VALUES) for _ in range(chance.choice((1, 1, 2, 3)))}
+    signal.alarm(TIMEOUT_S)  # ends the process: an endless loop in C hears nothing else
+    try:
+        assert read(config)
+    finally:
+        signal.alarm(0)
