@@ -101,7 +101,9 @@ class AutoPlan:
         """Return what ``compute`` returns on every rank. Call it on all ranks, between two steps."""
         return self._ranks.gather(compute)
 
-    def step_ended(self, number: int, short_bytes: int = 0, num_retries: int = 0) -> None:
+    def step_ended(
+        self, number: int, short_bytes: int = 0, num_retries: int = 0, *, has_new_numbers: bool = False
+    ) -> None:
         """End step ``number``: measure it, agree with the other ranks, decide, and switch.
 
         Args:
@@ -109,6 +111,7 @@ class AutoPlan:
             short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
             num_retries: allocations for which the allocator released its whole cache. It has to reserve that memory
                 again, which makes steps slow. So retries count as a shortage of memory, too.
+            has_new_numbers: the layers have other numbers from the next step on, so what was measured is void.
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
@@ -117,7 +120,7 @@ class AutoPlan:
         self.has_switched = self._target.policy.is_short
         step = self.last_step = self._ranks.worst(lambda: self._measure(number, short_bytes, num_retries))
         self._profiler.step_ended(step)
-        self._carry_out(self._machine.step_ended(step), number + 1)
+        self._carry_out(self._machine.step_ended(step, has_new_numbers), number + 1)
         self._meter.leave_step()
         self._switch_guard()
 

@@ -219,8 +219,11 @@ class StateMachine:
         """Whether a plan has been chosen."""
         return any(entry.stage is Stage.STABLE for entry in self.history)
 
-    def step_ended(self, step: Step) -> Transition:
+    def step_ended(self, step: Step, has_new_numbers: bool = False) -> Transition:
         """Decide about the next step.
+
+        Args:
+            has_new_numbers: the layers have other numbers from the next step on, so what was measured is void.
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
@@ -235,6 +238,8 @@ class StateMachine:
             if isinstance(state, _Searching):
                 state.search.restart()
         step = replace(step, num_micro_batches=min(step.num_micro_batches, self._limits.most_micro_batches))
+        if has_new_numbers:
+            return self._begin_profile(step, "a backward has entered layers for the first time")
         state.num_steps += 1
         match state:
             case _Recording():

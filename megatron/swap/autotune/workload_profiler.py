@@ -63,7 +63,7 @@ class WorkloadProfiler:
     def record(self, number: int) -> None:
         """Record step ``number``, the next one, in addition to steps that are recorded already."""
         if not self._recorder.is_on:
-            self._recorded = Footprint(())
+            self._recorded, self._untimed = Footprint(()), None
             self._parts.device.release_cached()  # drop what trials and first uses have reserved
             self._recorder.start(number)
 

@@ -176,7 +176,8 @@ class PlannedActivations(SwappedActivations):
     def _end_step(self, number: int) -> None:
         if self._last is not None or self._auto is None:
             return
-        if not self._planned.is_known:
+        was_known = self._planned.is_known
+        if not was_known:
             self._learn_order(self._auto)
         self._recorder.step_ended(number + 1)
         self._say_here(self._saved_tensors.checks.take_lines())
@@ -184,7 +185,10 @@ class PlannedActivations(SwappedActivations):
         self._rescues += rescues
         short_bytes = max((rescue.short_bytes for rescue in rescues), default=0)
         try:
-            self._auto.step_ended(number, short_bytes, self._device.take_retries())
+            self._auto.step_ended(
+                number, short_bytes, self._device.take_retries(),
+                has_new_numbers=number > 1 and self._planned.is_known and not was_known,
+            )  # fmt: skip
         except Infeasible as error:
             least = f"{error.smallest_gib:.10g}"
             raise Infeasible(

@@ -54,8 +54,10 @@ class PlannedLayers:
         self._saved_tensors = saved_tensors
         self._policy = policy
         self._alike = AlikeRuns(is_measuring, has_room)
+        self.is_known = self._has_begun = False
         guard = saved_tensors.manager.guard
-        options = BoundaryOptions(hooked=True, is_idle=lambda: policy.is_idle and not guard.is_on)
+        is_idle = lambda: policy.is_idle and not guard.is_on and self.is_known  # noqa: E731
+        options = BoundaryOptions(hooked=True, is_idle=is_idle)
         positions = layer_positions([True] * len(modules), ends_in_loss=True)
         self.boundaries = [
             PlannedBoundary(number, module, saved_tensors, position, options, self._on_run, self._alike)
@@ -68,7 +70,6 @@ class PlannedLayers:
         self._longest: list[PlannedBoundary] = []
         self._num_runs: Counter[PlannedBoundary] = Counter()
         self._names: SiteNames | None = None
-        self.is_known = self._has_begun = False
         self._depth = 0  # of the model's forwards that run now
         self._set_runs()
 
@@ -97,6 +98,11 @@ class PlannedLayers:
         self._alike.begin_forward()
         self._forward = []
         self._has_begun = True
+
+    @property
+    def have_run_unhooked(self) -> bool:
+        """Whether layers have run where autograd calls no hooks."""
+        return any(boundary.has_run_unhooked for boundary in self.boundaries)
 
     def seen_order(self) -> list[nn.Module]:
         """Return the layers of the longest forward that a backward has entered, in the order of their runs."""
@@ -135,8 +141,8 @@ class PlannedLayers:
         )  # fmt: skip
 
     def chunks(self) -> tuple[tuple[int, ...], ...]:
-        """Return the numbers of the runs of a forward, in order, as the only chunk."""
-        return (tuple(range(len(self._order))),)
+        """Return the numbers of the runs of a forward, in order, as the only chunk; none before they are known."""
+        return (tuple(range(len(self._order))) if self.is_known else (),)
 
     def apply_policy(self, window_bytes: int | None) -> None:
         """Apply the changed policy from the next forward on. Call this between steps."""
@@ -190,7 +196,7 @@ class PlannedLayers:
                 f"a layer ({type(boundary.module).__name__}) runs, but not through the forward of the model that "
                 "memory_gib was given for: pass the module that your loop calls."
             )
-        if not self.hidden_shape and isinstance(hidden, torch.Tensor):
+        if not self.hidden_shape and isinstance(hidden, torch.Tensor) and not hidden.is_nested:
             self.hidden_shape = tuple(hidden.shape)
         if not self.is_known:
             self._forward.append(boundary)

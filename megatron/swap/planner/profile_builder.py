@@ -58,7 +58,8 @@ def build_profile(
         SwapError: saved tensors were not recorded, because layers were not hooked or one was recomputed as a whole.
     """
     timeline = Timeline(recording)
-    whole = [one for one in timeline.passes if one.is_whole]
+    here = {layer for chunk in pipeline.chunks for layer in chunk}  # without those that save nothing
+    whole = [one for one in timeline.passes if one.is_whole and (one.pass_key.layer in here or not pipeline.chunks)]
     passes = [one for one in whole if not one.like]
     like = {one.pass_key.layer: one.like for one in whole if one.like}
     layers = tuple(

@@ -72,7 +72,7 @@ class DecidedMachine:
         self.planned = None
         self.steps: list[Step] = []
 
-    def step_ended(self, step: Step) -> Transition:
+    def step_ended(self, step: Step, has_new_numbers: bool = False) -> Transition:
         self.steps.append(step)
         return Transition(self.stage, self.plan)
 

@@ -350,3 +350,58 @@ def test_ranks_that_run_different_layers(monkeypatch: pytest.MonkeyPatch, other:
     model = mlps(3)
     with swap.activations(model, memory_gib=1.0, **QUIET), pytest.raises(UsageError, match=said):
         train(model, num_steps=2)
+
+
+class InOrder(nn.Sequential):
+    """A model whose layers run in the order that ``order`` returns."""
+
+    def __init__(self, order: Callable[[], list[int]]) -> None:
+        super().__init__(*(Mlp() for _ in range(5)))
+        self.order = order
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = 2 * hidden.requires_grad_()
+        for number in self.order():
+            hidden = self[number](hidden)
+        return hidden
+
+
+def test_layers_that_run_from_the_second_step_on() -> None:
+    """They get their numbers when that step has been recorded."""
+    orders = iter([[], *([3, 1] for _ in range(12))])
+    model = InOrder(lambda: next(orders))
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        train(model, num_steps=12)
+        assert swapped.stats().stage == "stable"
+
+
+def test_layers_in_a_random_order() -> None:
+    def trained(model: InOrder) -> Any:
+        drawn = random.Random(4)
+        model.order = lambda: [number for number in drawn.sample(range(5), 5) if drawn.random() < 0.6]
+        return train(model, num_steps=20)
+
+    model = InOrder(list)
+    plain = trained(copy.deepcopy(model))
+    with swap.activations(model, memory_gib=1e-4, **QUIET) as swapped:
+        assert trained(model).same_as(plain)
+        assert (swapped.stats().peak_gib or 0) <= 1e-4
+
+
+@pytest.mark.parametrize("is_graph_made", [True, False])
+def test_only_the_head_is_trained(is_graph_made: bool) -> None:
+    class WithHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = mlps(3).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(is_graph_made):
+                hidden = self.layers(hidden)
+            return self.head(hidden)
+
+    model = WithHead()
+    plain = train(copy.deepcopy(model), num_steps=12)
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        assert train(model, num_steps=12).same_as(plain)
+        assert (swapped.stats().stage, swapped.stats().out_bytes) == ("stable", 0)
