@@ -22,6 +22,7 @@ from benchmarks.runner.planning import planning, unstable_steps
 from benchmarks.runner.request import Request
 from benchmarks.runner.schedule import length_at
 from megatron.swap.profiling.observer import PLAIN
+from megatron.swap.profiling.saved_tensor_hooks import HooksContext
 
 LARGE_COPY_BYTES = 256 << 10
 LEAST_TIMED = 2
@@ -105,9 +106,8 @@ class Stopwatch:
         observer, parts = self._session.run_device.observer, self._session.parts
         if not self._request.observes or observer is None or self._session.auto is not None:
             return
-        hooks = observer.around(PLAIN)
         # For all that follows: backward on a CPU runs on this thread.
-        torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack).__enter__()
+        HooksContext(observer.around(PLAIN)).__enter__()
         if parts is not None:
             saved_tensors = parts.engine.saved_tensors
             untouched = saved_tensors.untouched

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron.swap.common.types import SwapError
+from megatron.swap.devices.plain_tensors import is_plain
 
 _BLOCK_BYTES = 64 << 10
 _NUM_PARTS = 127
@@ -82,10 +83,10 @@ def sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is plain bytes in memory that can be read."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    """Whether ``tensor`` is plain bytes in memory that can be read: its owner has not emptied it."""
+    if not is_plain(tensor) or tensor.is_meta or not tensor.numel():
         return False
-    return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta) and tensor.numel() > 0
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

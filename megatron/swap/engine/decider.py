@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from megatron.swap.common.types import Action, LayerPosition, Site
+from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.decision import KEEP, KEEP_SMALL, RECOMPUTE, Decision, Reason
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.release_budget import ReleaseBudget
@@ -33,11 +34,11 @@ class Recomputability(Protocol):
 
 
 def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a saved tensor is always kept: a parameter, another device, a subclass, or not plain strided bytes."""
+    """Whether a saved tensor is always kept: a parameter, another device, not plain, or more than its layout tells."""
     return (
         type(tensor) is not torch.Tensor
         or tensor.device != device
-        or tensor.layout is not torch.strided
+        or not is_plain(tensor)
         or tensor.is_conj()
         or tensor.is_neg()
         or tensor.numel() == 0

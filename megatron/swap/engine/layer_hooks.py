@@ -14,6 +14,7 @@ from torch import nn
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import LayerPosition, Site, UsageError
+from megatron.swap.devices.plain_tensors import addresses_of
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_state import Attributes, LayerState, StateReader
 from megatron.swap.engine.producer_records import of_tensors_alone
@@ -270,7 +271,8 @@ class LayerBoundary(NotCopied):
                 return self._inner(*args, **kwargs)
         manager, footprint = self._manager, self._saved_tensors.footprint
         hidden = self._hidden(args, kwargs)
-        footprint.begin_layer(self.layer, hidden.nbytes if isinstance(hidden, torch.Tensor) else 0)
+        is_tensor = isinstance(hidden, torch.Tensor)  # a sparse one has no ``nbytes``
+        footprint.begin_layer(self.layer, hidden.numel() * hidden.element_size() if is_tensor else 0)
         if self._options.is_idle() and not manager.ranges.is_on:  # asked now: a larger input may just have changed that
             result = self._inner(*args, **kwargs)
             footprint.end_layer(self.layer, is_unseen=True)
@@ -297,7 +299,7 @@ class LayerBoundary(NotCopied):
 
     def _note_snapshot(self, before: RunSnapshot, group: Group) -> bool:
         """Note, for the recording of the run that has ended, whether the layer may run again. Return it."""
-        is_repeatable = before.is_unchanged()
+        is_repeatable = before.is_unchanged() and not self._saved_tensors.must_run_once
         if not is_repeatable:  # such as batch norm, which counts what it has seen
             self._saved_tensors.not_repeatable(group)
         else:
@@ -353,7 +355,7 @@ class LayerBoundary(NotCopied):
 
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
         # Read in each forward: Megatron moves parameters into its buffers after the model is built.
-        constants = {tensor.untyped_storage()._cdata for tensor in self._constants}
+        constants = addresses_of(self._constants)
         names = self._names
         if self._checkpoint is not None:
             ordinals = count()

@@ -19,6 +19,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.engine.collector import begin_delay, end_delay
 from megatron.swap.engine.decider import Decider
 from megatron.swap.engine.evict import Evictions
+from megatron.swap.engine.function_transforms import untransformed
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.offload import Offloader
 from megatron.swap.engine.oom_guard import OomGuard
@@ -75,6 +76,7 @@ class SwapManager:
         """Ranges that name the engine's work for a profiler."""
         return self._state.ranges
 
+    @untransformed
     def begin_forward(self, layer: int, position: LayerPosition) -> Group:
         """Begin the forward of ``layer``, at ``position`` in its chunk. Return the group of this run."""
         state = self._state
@@ -91,6 +93,7 @@ class SwapManager:
         self.offload.begin_forward(group)
         return group
 
+    @untransformed
     def end_forward(self, group: Group) -> None:
         """End the forward of the layer of ``group``: enqueue copies of its storages, and release older storages."""
         self.release_budget.end_accounting()
@@ -104,6 +107,7 @@ class SwapManager:
             # A backward follows on this pipeline stage, or a forward that gives time for a prefetch.
             self.reload.prefetch()
 
+    @untransformed
     def begin_backward(self, group: Group) -> None:
         """Begin the backward of ``group``: reload its missing storages, prefetch later groups. Idempotent."""
         self.reload.begin_backward(group)

@@ -140,7 +140,7 @@ class OomGuard:
 
     def wants(self, num_bytes: int) -> bool:
         """Whether a kept storage of ``num_bytes`` should get a handle and be offered."""
-        return self.is_on and num_bytes >= self._min_bytes
+        return self.is_on and num_bytes >= max(1, self._min_bytes)
 
     def offer(self, handle: Handle, next_use: int, event: Event, *, is_copied: bool) -> None:
         """Allow eviction of the storage of ``handle`` until ``reacquire``. Do nothing while the guard is off.

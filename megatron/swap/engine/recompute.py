@@ -28,6 +28,7 @@ from megatron.swap.common.counters import Counters
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import LINEAR, Site, SwapError
 from megatron.swap.devices.base import Device, bytes_of
+from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.checksum import VerifyError, checksum
 from megatron.swap.engine.decider import Decider
 from megatron.swap.engine.decision import Reason, Refusal
@@ -37,9 +38,6 @@ from megatron.swap.engine.producer_records import Chain, ProducerRecord, of_tens
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.recomputed_run import RunChecks
 from megatron.swap.planner.recording import TRIAL
-
-PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""Types of the inputs that a producer may have. Subclasses may compute something else."""
 
 
 class SpecRecorder(Protocol):
@@ -161,7 +159,7 @@ class Recomputer:
         recording = self._recording
         if recording is None or type(output) is not torch.Tensor or is_cast_automatically(output.device.type):
             return
-        if not inputs or not {type(tensor) for tensor in inputs} <= PLAIN:
+        if not inputs or not is_plain(output) or not all(map(is_plain, inputs)):
             return
         storage = output.untyped_storage()
         if output.storage_offset() or output.numel() * output.element_size() != storage.nbytes():

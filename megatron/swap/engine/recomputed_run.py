@@ -31,6 +31,7 @@ from megatron.swap.devices.host_writes import write_to_host
 from megatron.swap.engine.checksum import fingerprint, parts_of, sums
 from megatron.swap.engine.layer_state import LayerState, put_back, set_back
 from megatron.swap.engine.run_context import RunContext
+from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext, innermost_hooks
 
 LEAST_TOLERANCE = 2.0**-13
 """The least tolerance, of fp32: a sum may be rounded in each of thousands of additions."""
@@ -434,15 +435,15 @@ def _add_result(prints: Prints, result: Any) -> None:
 @contextmanager
 def seeing_saved(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Return a context in which ``see`` gets each tensor that autograd saves, before the hooks that are active now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = innermost_hooks()
     if hooks is None:
         raise SwapError("no hooks for saved tensors are active.")
-    pack, unpack = hooks
+    pack = hooks.pack
 
     def seen(tensor: torch.Tensor) -> Any:
         see(tensor)
         return pack(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(seen, unpack):
+    with HooksContext(Hooks(seen, hooks.unpack), has_around=True):
         yield
 

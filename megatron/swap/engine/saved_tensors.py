@@ -12,12 +12,14 @@ import torch
 
 from megatron.swap.common.site_paths import LOSS_PATH, MODEL_PATH
 from megatron.swap.common.types import Action, Site
+from megatron.swap.devices.plain_tensors import PLAIN, addresses_of
 from megatron.swap.engine.decider import is_ineligible
 from megatron.swap.engine.decision import CACHE, RECOMPUTE
+from megatron.swap.engine.function_transforms import in_transform
 from megatron.swap.engine.handle import Group, Handle, check_version
 from megatron.swap.engine.layer_state import LayerState
 from megatron.swap.engine.manager import SwapManager
-from megatron.swap.engine.recompute import PLAIN, Recomputer
+from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.recomputed_run import CheckedRun, Contexts, RunChecks
 from megatron.swap.engine.settings import Instruments
@@ -25,8 +27,8 @@ from megatron.swap.engine.sites import SiteNames
 from megatron.swap.engine.wrapper_tensors import WrapperRules, apart
 from megatron.swap.planner.recording import NonLayerStorage, SavedStorage
 from megatron.swap.profiling.footprint import FootprintMeter
-from megatron.swap.profiling.observer import Hooks
 from megatron.swap.profiling.recorder import Recorder
+from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext
 
 Record = SavedStorage | NonLayerStorage
 """A recorder's record of a saved storage."""
@@ -106,8 +108,8 @@ def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None
     """Return the packed form of a kept tensor."""
     if type(tensor) is torch.nn.Parameter and tensor.is_leaf:  # no node has made it
         return KeptTensor(tensor, tensor._version, group, record)
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return tensor
+    if type(tensor) not in PLAIN:
+        return tensor if tensor.grad_fn is None else tensor.detach()  # their versions are their classes' matter
     alias = tensor.detach()
     return KeptTensor(alias, alias._version, group, record)
 
@@ -125,6 +127,8 @@ class SavedTensors:
 
     Attributes:
         footprint: counts the bytes that layers save.
+        must_run_once: the layer that runs has saved a tensor that another run would make otherwise: a nested one would
+            be ragged in another way, and backward knows no named ones.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class SavedTensors:
         self.footprint = FootprintMeter()
         self.checks = checks
         self._check_contexts = Contexts(self.unwatched, partial(self.untouched, observed=False))
+        self.must_run_once = False
         self.recomputer = recomputer
         self.manager = manager
         self.device = device
@@ -166,7 +171,7 @@ class SavedTensors:
         Args:
             on_end: as for ``Recomputer.recording``.
         """
-        if self.recomputer is None or not self.manager.decider.recomputes_layer(layer):
+        if self.recomputer is None or in_transform() or not self.manager.decider.recomputes_layer(layer):
             return nullcontext()
         return self.recomputer.recording(on_end)
 
@@ -209,6 +214,7 @@ class SavedTensors:
                 it is saved there. The mapping grows while the layer runs.
             make_packer: makes the packer, from the arguments of ``LayerPacker``.
         """
+        self.must_run_once = False
         packer = (make_packer or LayerPacker)(self, where, constants, {} if sources is None else sources)
         pack = packer.pack if sources is None else packer.pack_unwatched
         unpack = self.unpack if sources is None else self._unpack_unwatched
@@ -245,7 +251,7 @@ class SavedTensors:
         assert recorder is not None
         names.begin()
         own = [tensor for module in names.modules for tensor in (*module.parameters(False), *module.buffers(False))]
-        constants = {tensor.untyped_storage()._cdata for tensor in own}
+        constants = addresses_of(own)
 
         def pack(tensor: torch.Tensor) -> Packed:
             if is_ineligible(tensor, self.device) or tensor.untyped_storage()._cdata in constants:
@@ -316,7 +322,7 @@ class SavedTensors:
             keeping = None if keeping is None else self.observer.around(keeping)
         if keeping is not None and self._wrappers is not None:
             hooks = apart(self._wrappers, hooks, keeping, weight_shapes)
-        return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+        return HooksContext(hooks)
 
 
 class LayerPacker:
@@ -330,6 +336,7 @@ class LayerPacker:
     def __init__(
         self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], sources: Mapping[int, Site]
     ) -> None:
+        self._saved_tensors = saved_tensors
         self._where = where
         self._sources = sources
         self._constants = constants
@@ -353,6 +360,7 @@ class LayerPacker:
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``, which autograd saves."""
         if is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants:
+            self._saved_tensors.must_run_once |= tensor.is_nested or tensor.has_names()
             return keep(tensor)
         found = self._where()
         return keep(tensor) if found is None else self.pack_at(tensor, *found)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megatron.swap.profiling.observer import Hooks
+from megatron.swap.profiling.saved_tensor_hooks import Hooks
 
 
 @dataclass(frozen=True, kw_only=True)

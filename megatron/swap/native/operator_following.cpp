@@ -3,6 +3,7 @@
 // A mode takes the host 5 us for each operator, most of it to make Python objects of arguments, and torch runs other
 // operators while one is active. Here they pass the fallback of a dispatch key that lies directly above that of modes,
 // and that torch leaves to extensions (`Fake`). Of a run whose operators are known, Python sees the wanted ones alone.
+#include <ATen/core/NamedTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -87,6 +88,11 @@ bool is_default(const c10::Argument& argument, const c10::IValue& value) {
   return otherwise && !value.isTensor() && value.tagKind() == otherwise->tagKind() && value == *otherwise;
 }
 
+py::object to_python(const c10::IValue& value) {
+  at::NoNamesGuard without_names;  // named tensors are refused otherwise
+  return torch::jit::toPyObject(value);
+}
+
 void report(Run& run, py::object what, const c10::FunctionSchema& schema, const std::vector<c10::IValue>& given,
             const torch::jit::Stack& stack) {
   py::dict options;
@@ -95,17 +101,17 @@ void report(Run& run, py::object what, const c10::FunctionSchema& schema, const 
     const auto& argument = schema.arguments()[i];
     if (is_default(argument, given[i])) continue;
     if (argument.kwarg_only()) {
-      options[py::str(argument.name())] = torch::jit::toPyObject(given[i]);
+      options[py::str(argument.name())] = to_python(given[i]);
     } else {
       num_args = i + 1;
     }
   }
   py::tuple args(num_args);
-  for (size_t i = 0; i < num_args; ++i) args[i] = torch::jit::toPyObject(given[i]);
+  for (size_t i = 0; i < num_args; ++i) args[i] = to_python(given[i]);
   const size_t num_results = schema.returns().size();
   py::tuple results(num_results);
   for (size_t i = 0; i < num_results; ++i) {
-    results[i] = torch::jit::toPyObject(stack[stack.size() - num_results + i]);
+    results[i] = to_python(stack[stack.size() - num_results + i]);
   }
   run.report(std::move(what), args, options, num_results == 1 ? py::object(results[0]) : py::object(results));
 }

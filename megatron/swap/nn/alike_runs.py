@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import nn
 
+from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.handle import Alias
 from megatron.swap.engine.producer_records import version_probe_of
-from megatron.swap.nn.operator_records import is_plain
 
 LEAST_MEASURED = 2
 """Runs of a kind that are measured in each forward whatever the host has room for. The first differs from others where

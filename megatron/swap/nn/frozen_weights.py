@@ -22,7 +22,7 @@ from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.engine.saved_tensors import KeptTensor, Layout, keep
 from megatron.swap.nn.packed_weights import PLAIN, Block, Layer
 from megatron.swap.nn.weight_buffers import WeightBuffers
-from megatron.swap.profiling.observer import Hooks
+from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext, innermost_hooks
 
 
 def _unpack_kept(packed: Any) -> torch.Tensor:
@@ -69,9 +69,7 @@ class FrozenForward:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._inner(*args, **kwargs)
-        around = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        hooks = self._within(KEEPING if around is None else Hooks(*around))
-        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        with HooksContext(self._within(innermost_hooks() or KEEPING), has_around=True):
             return self._inner(*args, **kwargs)
 
     def _within(self, around: Hooks) -> Hooks:

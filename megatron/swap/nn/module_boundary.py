@@ -10,7 +10,9 @@ import torch
 
 from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import UsageError
+from megatron.swap.engine.function_transforms import innermost
 from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward
+from megatron.swap.profiling.saved_tensor_hooks import are_hooks_off, innermost_hooks, is_of_checkpoint
 
 
 class ModuleBoundary(LayerBoundary):
@@ -21,12 +23,14 @@ class ModuleBoundary(LayerBoundary):
     Attributes:
         autocast_cache: whether autocast keeps its casts of weights while the layer runs, in forward and where it runs
             again in backward. If not, a cast is one of the tensors that the layer saves.
+        has_run_unhooked: it has run where autograd calls no hooks, so that nothing was swapped.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_running = False
         self.autocast_cache = True
+        self.has_run_unhooked = False
         self._own_forward = self._inner
         self._inner = self._run_own
 
@@ -43,6 +47,9 @@ class ModuleBoundary(LayerBoundary):
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_running:
+            return self._own_forward(*args, **kwargs)
+        if are_hooks_off():
+            self.has_run_unhooked |= torch.is_grad_enabled()
             return self._own_forward(*args, **kwargs)
         return self._run_bounded(*args, **kwargs)
 
@@ -62,8 +69,8 @@ class ModuleBoundary(LayerBoundary):
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
         # Return the same tensors, in their structure: a caller may change them in place.
         for tensor in tensors_in(result):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: on_backward())
+            if (node := innermost(tensor).grad_fn) is not None:
+                node.register_prehook(lambda _: on_backward())
         return result
 
     def _refuse_checkpoint(self) -> NoReturn:
@@ -97,5 +104,5 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def in_checkpoint() -> bool:
     """Whether this forward runs inside a ``torch.utils.checkpoint`` with ``use_reentrant=False``."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    hooks = innermost_hooks()
+    return hooks is not None and is_of_checkpoint(hooks)

@@ -23,8 +23,9 @@ from torch.utils import _pytree
 
 from megatron.swap.common.site_paths import SOURCE_PATH
 from megatron.swap.common.types import Site
+from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.producer_records import of_tensors_alone
-from megatron.swap.engine.recompute import PLAIN, Recomputer
+from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.recomputed_run import SEED_BYTES
 from megatron.swap.native.operator_following import Following
 from megatron.swap.nn.compared_tensors import Compared, Flow, Saved, compared
@@ -288,13 +289,6 @@ class OperatorRecords(OperatorFollower):
             if isinstance(part, torch.Tensor) and next(kept):
                 made = again if part is result else part_of(again, number)
                 self._recomputer.record_made(producer, made, inputs, part)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has a storage, and a version that counts changes."""
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
-        return False
-    return not tensor.is_nested and not tensor.is_inference()
 
 
 def of_tensors(

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.swap.common.types import Site
+from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.repeated_run import NotingPacker, RepeatingPacker, RunMemo
 from megatron.swap.engine.saved_tensors import LayerPacker
 from megatron.swap.nn.operator_following import OperatorSequence, uncompiled
 from megatron.swap.nn.operator_kinds import producer_of
-from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, is_plain, of_tensors, part_of
+from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, of_tensors, part_of
 
 MAX_OTHERS = 3
 """A run that did not go as noted this often, under one policy, is noted no more."""

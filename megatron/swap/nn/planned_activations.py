@@ -20,6 +20,7 @@ from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import GIB, LINEAR, OPERATOR, SwapError, UsageError
 from megatron.swap.devices.base import Device
+from megatron.swap.engine.function_transforms import untransformed
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.memory.host_memory import machine_memory_gib
@@ -32,6 +33,7 @@ from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
 from megatron.swap.planner.table import plan_heading, plan_table
 from megatron.swap.profiling.observer import Observer
 from megatron.swap.profiling.recorder import Recorder
+from megatron.swap.profiling.saved_tensor_hooks import is_traced
 
 REMEDY = "Raise the budget, or train with a smaller optimizer state or on more GPUs."
 
@@ -124,6 +126,8 @@ class PlannedActivations(SwappedActivations):
 
     def _observed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_traced():
+                return inner(*args, **kwargs)
             with ExitStack() as stack:
                 if self._observer is not None:
                     stack.enter_context(self._observer.context(self._model))
@@ -152,8 +156,9 @@ class PlannedActivations(SwappedActivations):
 
     # --------------------------------------------------------------------- steps
 
+    @untransformed
     def _forward_begins(self, *_: object) -> None:
-        if in_backward():
+        if in_backward() or is_traced():
             return
         if not torch.is_grad_enabled():
             self._steps.evaluation_begins()
@@ -203,7 +208,7 @@ class PlannedActivations(SwappedActivations):
         """Number the runs of layers, once backward has entered some, equally on all ranks.
 
         Raises:
-            UsageError: the ranks have run other layers, or in another order.
+            UsageError: the ranks have run other layers, or in another order, or autograd calls no hooks in any.
         """
         names = {module: name for name, module in self._model.named_modules()}
         first, *others = auto.gather(lambda: [names.get(module, "") for module in self._planned.seen_order()])
@@ -216,6 +221,12 @@ class PlannedActivations(SwappedActivations):
                         "rank run the same layers, or swap layers without a budget."
                     )
         if not first:
+            if self._planned.have_run_unhooked:
+                raise UsageError(
+                    "the layers run where PyTorch calls no saved-tensor hooks (inside torch.func.grad, vjp or jacrev, "
+                    "or torch.autograd.graph.disable_saved_tensors_hooks), so nothing that they save can be planned. "
+                    "Take gradients by backward() or torch.autograd.grad, or train without memory_gib."
+                )
             return
         idle, elsewhere = self._planned.learn_order(self._target.config.window_bytes(None))
         for layers, why in (idle, "no backward has entered"), (elsewhere, "the longest forward does not run"):

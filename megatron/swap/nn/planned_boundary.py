@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import LayerPosition, Site, UsageError
+from megatron.swap.devices.plain_tensors import is_plain
+from megatron.swap.engine.function_transforms import in_transform
 from megatron.swap.engine.handle import Alias, Group
 from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.producer_records import version_probe_of
@@ -30,8 +32,9 @@ from megatron.swap.nn.alike_runs import AlikeRuns, kind_of
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
 from megatron.swap.nn.operator_kinds import has_atomics
-from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
+from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch
 from megatron.swap.nn.operator_repeats import RepeatedRuns
+from megatron.swap.profiling.saved_tensor_hooks import users_hooks
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class PlannedBoundary(ModuleBoundary):
         self._kind: Hashable = None  # of the present run, while steps are measured
         self._like: tuple[int, ...] = ()  # runs that are measured in place of the present one
         self.has_backward = self.is_entered = self.is_apart = False
+        self._runs_once = False  # the present run: it would save something else in backward
         self._graph: weakref.ref[Any] | None = None
         self.is_first_step = True
         self._nth = -1  # of the layer's runs in this forward
@@ -106,12 +110,14 @@ class PlannedBoundary(ModuleBoundary):
             if self._names is not None:
                 self._names.layer = run.number
             self._kind, self._like = None, ()
-            if not run.is_whole and self._alike.is_measuring():
+            self._runs_once = in_transform() or users_hooks() is not None
+            if not run.is_whole and not self._runs_once and self._alike.is_measuring():
                 order = self._orders.get(self._nth)
                 operators = None if order is None else [*zip(order.operators, order.shapes, strict=True)]
                 self._kind = kind_of(self.module, _tensors([args, kwargs]), operators, self._has_operators)
                 self._like = self._alike.find(self._kind)
-            self.set_position(run.position, checkpoint if run.is_whole or self._like else None)
+            is_again = (run.is_whole and not self._runs_once) or self._like
+            self.set_position(run.position, checkpoint if is_again else None)
             self._note_sources(run, args, kwargs)
         try:
             return super()._run_bounded(*args, **kwargs)
@@ -173,6 +179,10 @@ class PlannedBoundary(ModuleBoundary):
             if self._checkpoint is not None:
                 return self._run_checkpointed(group, args, kwargs)
             return self._run_recorded(args, kwargs)
+        if self._runs_once:
+            result = self._run_recorded(args, kwargs)
+            self._saved_tensors.not_repeatable(group)
+            return result
         before = RunSnapshot(self._reader, args, kwargs)
         if self._checkpoint is not None:
             result = self._run_checkpointed(group, args, kwargs)
@@ -234,7 +244,8 @@ class PlannedBoundary(ModuleBoundary):
             self._repeats.forget((self.layer, self._nth))
             self._forget_order(recomputer)
         is_known = self._nth in self._orders and self._wanted.get(self.layer) is not None and not self.is_first_step
-        self._repeats.begin((self.layer, self._nth), is_known and self._saved_tensors.is_repeatable)
+        is_known &= self._saved_tensors.is_repeatable and not self._runs_once
+        self._repeats.begin((self.layer, self._nth), is_known)
         self._on_recomputed = None if self._repeats.is_repeating else self._note_recomputed
         return super()._saved_tensors_context(group)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.swap.devices.plain_tensors import is_plain
+
 
 class MadeGradients:
     """Counts the gradients of weights that had none when the step's first forward began."""
@@ -32,7 +34,7 @@ class MadeGradients:
         """Return the bytes of ``weight``'s gradient; 0: it lies in a buffer of others, which stays."""
         if id(weight) not in self._sizes:
             gradient, size = weight.grad, 0
-            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+            if type(gradient) is torch.Tensor and is_plain(gradient):
                 is_alone = gradient.untyped_storage().nbytes() == gradient.nbytes
                 size = gradient.nbytes if is_alone else 0
             self._sizes[id(weight)] = size

@@ -10,21 +10,14 @@ packing until the graph has let go of all tensors that were saved on it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-
-@dataclass(frozen=True)
-class Hooks:
-    """A pair of saved-tensor hooks."""
-
-    pack: Callable[[torch.Tensor], Any]
-    unpack: Callable[[Any], torch.Tensor]
-
+from megatron.swap.devices.plain_tensors import addresses_of, is_plain
+from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext, innermost_hooks
 
 PLAIN = Hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 """Hooks that keep every tensor. They detach it, since a node that saves its own output would otherwise never die."""
@@ -73,7 +66,7 @@ class _Live:
 
 
 class Observer:
-    """Counts the bytes of the storages that pass through its hooks, except for parameters and sparse tensors.
+    """Counts the bytes of the storages that pass through its hooks, except for parameters and tensors not plain.
 
     Args:
         is_always_on: count in all steps; else only in those that ``count_steps`` asks for.
@@ -136,9 +129,8 @@ class Observer:
         """
         if not self.is_on:
             return nullcontext()
-        self._constant[id(module)] = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-        hooks = self.around(PLAIN)
-        return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+        self._constant[id(module)] = addresses_of(module.parameters())
+        return HooksContext(self.around(PLAIN))
 
     def counting(self) -> AbstractContextManager[None]:
         """Return a context in which what the present hooks hold is counted."""
@@ -168,7 +160,7 @@ class Observer:
 
     def _note(self, tensor: torch.Tensor) -> _Live | None:
         """Note that the storage of ``tensor`` is on the device; return ``None`` if it does not count."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        if type(tensor) is not torch.Tensor or not is_plain(tensor) or tensor.is_meta:
             return None
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -208,8 +200,9 @@ class _Counting(AbstractContextManager[None]):
         self._begun: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        hooks = self._observer.around(Hooks(*torch._C._autograd._top_saved_tensors_default_hooks(False)))
-        context = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+        hooks = innermost_hooks()
+        assert hooks is not None
+        context = HooksContext(self._observer.around(hooks), has_around=True)
         context.__enter__()
         self._begun.append(context)
 

@@ -18,6 +18,7 @@ from torch import nn
 from megatron.swap.common.instrumentation import Labelled, Ranges
 from megatron.swap.common.types import Site, SwapError
 from megatron.swap.devices.base import Device, Mark
+from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.planner.recording import (
     EVALUATION,
     WORKS,
@@ -292,7 +293,7 @@ class Recorder:
 
     def called_with(self, label: str, hidden: Any) -> None:
         """Note ``hidden``, the hidden states that the layer's run ``label`` begins with."""
-        if self.is_on and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        if self.is_on and isinstance(hidden, torch.Tensor) and hidden.requires_grad and is_plain(hidden):
             self._inputs[label] = {hidden.untyped_storage()._cdata}
 
     def inputs(self, label: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -301,7 +302,7 @@ class Recorder:
         Those that the run ``label`` does not save by itself are recorded when it ends.
         """
         if self.is_on:
-            storages = [tensor.untyped_storage() for tensor in tensors]
+            storages = [tensor.untyped_storage() for tensor in tensors if is_plain(tensor)]
             self._inputs[label] = {storage._cdata for storage in storages}
             unique = {storage._cdata: storage for storage in storages}.values()
             self._called_with[label] = [(weakref.ref(storage), storage.nbytes()) for storage in unique]

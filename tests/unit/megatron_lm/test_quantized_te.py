@@ -9,7 +9,7 @@ import torch
 
 from megatron.swap.engine.wrapper_tensors import apart
 from megatron.swap.megatron_lm.quantized import VALUES, private_copy, wrapper_rules
-from megatron.swap.profiling.observer import Hooks
+from megatron.swap.profiling.saved_tensor_hooks import Hooks
 
 te = pytest.importorskip("transformer_engine.pytorch")
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from megatron.swap.common.types import ACTIVATION, NORM
-from megatron.swap.profiling.observer import PLAIN, Hooks, Observer, StepPeaks
+from megatron.swap.profiling.observer import PLAIN, Observer, StepPeaks
+from megatron.swap.profiling.saved_tensor_hooks import Hooks
 from tests.engine import (
     Engine,
     batch,

@@ -1,0 +1,44 @@
+"""Layers inside a transform of ``torch.func``: their tensors are wrappers, what they save is not.
+
+``jvp``, ``vmap`` and ``linearize`` wrap a layer's tensors, and run each operator once more on what is inside. There
+autograd saves, and calls the engine's hooks. Where the engine works between operators it leaves the transforms: inside
+them its own tensors would be wrapped, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+
+
+def in_transform() -> bool:
+    """Whether this thread is inside a transform, or differentiates forward (``torch.autograd.forward_ad``).
+
+    What is computed there cannot be computed again in backward, when it is over.
+    """
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def untransformed[**Given, Result](function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Return ``function`` such that it runs outside all transforms."""
+
+    @wraps(function)
+    def outside(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if _functorch.peek_interpreter_stack() is None:
+            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside the wrappers of all transforms: the one that is outside of them in the graph."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
