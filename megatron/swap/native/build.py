@@ -2,6 +2,9 @@
 
 It calls the compiler once. ``torch.utils.cpp_extension.load`` runs ninja instead, and waits forever for the lock of a
 process that was killed while it built.
+
+What is in the cache runs in this process. So each library ends in its checksum, which the loader does not read, and is
+loaded only if that is right and nobody else can have written it.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -32,6 +37,8 @@ FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-pthre
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order where CXX is not set."""
 TIMEOUT_S = 600
+CHECKSUM_BYTES = hashlib.sha256().digest_size
+FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ def load() -> Native | None:
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:
-        return _imported(build(cache_folder()))
+        return load_library(NATIVE, _imported)
     except (BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
             "without the C++ part of this package: no out-of-memory guard; copies are enqueued in Python, more slowly; "
@@ -116,10 +123,9 @@ def include_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of built libraries: the one of torch's own extensions, or the user's cache."""
-    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_swap"
+    """Return the folder of built libraries: in that of torch's own extensions, or in the user's cache."""
+    parent = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(parent) / "megatron_swap"
 
 
 def problem() -> str | None:
@@ -129,34 +135,131 @@ def problem() -> str | None:
     """
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return "MEGATRON_SWAP_NATIVE=0"
-    if _file(cache_folder()).exists():
-        try:
-            _imported(_file(cache_folder()))
-        except (ImportError, OSError, RuntimeError) as error:
-            return f"{_file(cache_folder())} cannot be loaded: {error}"
-        return None
+    built = _file(cache_folder())
+    try:
+        if built.parent.exists():
+            _check_owner(built.parent)
+        if _is_intact(built):
+            _imported(built)
+            return None
+    except BuildError as error:
+        return str(error)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"{built} cannot be loaded: {error}"
     return None if _compiler() else _no_compiler()
 
 
-def build(folder: Path, library: Library = NATIVE) -> Path:
-    """Return the file of ``library`` in ``folder``; compile it if it is missing. Safe among processes.
+def load_library[T](library: Library, loaded: Callable[[Path], T]) -> T:
+    """Return what ``loaded`` makes of the file of ``library`` in the cache.
+
+    One that was there and cannot be loaded, such as that of another machine, is built again.
 
     Raises:
-        BuildError: there is no compiler, or it failed; the message has its last lines.
+        BuildError: as ``build``.
+        ImportError, OSError, RuntimeError: ``loaded`` failed.
+    """
+    file = _file(cache_folder(), library)
+    was_there = _is_intact(file)
+    try:
+        return loaded(build(file.parent, library))
+    except (ImportError, OSError) as error:
+        if not was_there or _compiler() is None:
+            raise
+        logger.warning("%s cannot be loaded (%s): it is built again.", file, error)
+        file.unlink(missing_ok=True)
+        return loaded(build(file.parent, library))
+
+
+def build(folder: Path, library: Library = NATIVE) -> Path:
+    """Return the file of ``library`` in ``folder``; compile it if it is missing or damaged. Safe among processes.
+
+    Raises:
+        BuildError: there is no compiler, or it failed; the message has its last lines. Or the folder is another user's.
         OSError: ``folder`` cannot be written.
     """
+    _make_folder(folder)
+    _check_owner(folder)
     built = _file(folder, library)
-    if built.exists():
+    if _is_intact(built):
         return built
-    folder.mkdir(parents=True, exist_ok=True)
-    with built.with_suffix(".lock").open("w") as lock:
+    lock = os.open(built.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with its process, however that ends
-        if not built.exists():
-            with own_folder(f"{built.stem}-", folder) as (scratch, _):
-                made = scratch / built.name
-                _compile(library, made)
-                made.replace(built)  # atomic: other processes and hosts see the whole file or none
+        if _is_intact(built):  # another process has built it
+            return built
+        if os.path.lexists(built):
+            logger.warning("%s is damaged, or others can have written it: it is built again.", built)
+        with own_folder(f"{built.stem}-", folder) as (scratch, _):
+            made = scratch / built.name
+            _compile(library, made)
+            _seal(made)
+            made.replace(built)  # atomic: other processes and hosts see the whole file or none
+        _sync(folder)
+    finally:
+        os.close(lock)
     return built
+
+
+def _make_folder(folder: Path) -> None:
+    """Make ``folder`` and the folders above it, which only their owner can write."""
+    for missing in [one for one in reversed([folder, *folder.parents]) if not one.exists()]:
+        missing.mkdir(0o777 & ~FOR_OTHERS, exist_ok=True)
+
+
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder into which others can put code; one of this user's is closed to them.
+
+    Raises:
+        BuildError: it belongs to another user, or stays open.
+    """
+    status = folder.stat()
+    if status.st_uid == os.geteuid() and status.st_mode & FOR_OTHERS:
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~FOR_OTHERS)
+        status = folder.stat()
+    if not _is_trusted(status):
+        raise BuildError(
+            f"{folder} belongs to another user, or others can write it, and code in it would run here. Set "
+            "TORCH_EXTENSIONS_DIR to a folder of your own"
+        )
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & FOR_OTHERS
+
+
+def _is_intact(built: Path) -> bool:
+    """Return whether ``built`` is a file as ``_seal`` left it, and no link to one."""
+    try:
+        descriptor = os.open(built, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_trusted(status):
+            return False
+        content = file.read()
+    return content[-CHECKSUM_BYTES:] == _checksum(content[:-CHECKSUM_BYTES])
+
+
+def _seal(made: Path) -> None:
+    """Append the checksum, close the file to others, and write it to the disk."""
+    with made.open("rb+") as file:
+        file.write(_checksum(file.read()))
+        file.flush()
+        os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~FOR_OTHERS)
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Write the names in ``folder`` to the disk, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _file(folder: Path, library: Library = NATIVE) -> Path:
@@ -175,7 +278,7 @@ def _key(library: Library = NATIVE) -> str:
     """Return a hash of all inputs of the build but the compiler, since any one will do."""
     here = Path(__file__).parent
     parts = [torch.__version__, sys.version, platform.machine(), *FLAGS, *library.linked, *library.exported]
-    parts += map(str, library.include_folders)
+    parts += ["with a checksum", *map(str, library.include_folders)]
     parts += [path.read_text() for path in [*(here / name for name in library.sources), *sorted(here.rglob("*.h"))]]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.swap.native.build import BuildError, Library, build, cache_folder
+from megatron.swap.native.build import BuildError, Library, load_library
 
 SOURCE = "cuda_allocator.cpp"
 BASES = {
@@ -51,7 +51,7 @@ def load_cuda_allocator() -> ctypes.CDLL:
     check_virtuals({name: path.read_text() for name, path in headers.items() if path.exists()})
     library = Library("megatron_swap_cuda", (SOURCE,), ("c10_cuda", "c10"), cuda_include_folders(torch.version.cuda))
     try:
-        loaded = ctypes.CDLL(str(build(cache_folder(), library)))
+        loaded = load_library(library, lambda file: ctypes.CDLL(str(file)))
     except OSError as error:
         raise BuildError(str(error)) from error
     loaded.megatron_swap_cuda_install.argtypes = (ctypes.c_void_p, ctypes.c_void_p)

@@ -7,12 +7,13 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from torch import _ops
 
 from megatron.swap.common.log import logger
-from megatron.swap.native.build import BuildError, Library, build, cache_folder
+from megatron.swap.native.build import BuildError, Library, load_library
 
 MODULE = "megatron_swap_operators"
 LIBRARY = Library(MODULE, ("operator_following.cpp",), ("c10", "torch_cpu", "torch_python"))
@@ -69,11 +70,7 @@ def load_operators() -> OperatorLibrary | None:
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:
-        spec = importlib.util.spec_from_file_location(MODULE, build(cache_folder(), LIBRARY))
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load_library(LIBRARY, _imported)
         _pass_higher_order_operators(module.KEY)
     except (AttributeError, BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
@@ -82,6 +79,15 @@ def load_operators() -> OperatorLibrary | None:
         )  # fmt: skip
         return None
     return cast(OperatorLibrary, module)
+
+
+def _imported(library: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(MODULE, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _pass_higher_order_operators(key: Any) -> None:

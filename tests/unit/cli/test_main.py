@@ -130,8 +130,10 @@ def test_a_native_part_that_cannot_be_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    built = build._file(tmp_path)
+    built = build._file(build.cache_folder())
+    built.parent.mkdir(mode=0o700)
     built.write_text("no library")
+    build._seal(built)
     doctor.report_native()
     assert f"note: {built} cannot be loaded: " in capsys.readouterr().err
 

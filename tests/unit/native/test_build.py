@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,8 +119,125 @@ def test_several_ranks_build_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         rank.join()
     assert log.read_text() == "once\n"
     library = build.build(tmp_path / "cache")
-    assert library.read_text() == "made\n"
+    assert library.read_bytes().startswith(b"made\n")
     assert {path.suffix for path in library.parent.iterdir()} == {".so", ".lock"}
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Stands in for the compiler; returns a file with a line for each run."""
+    log = tmp_path / "log"
+    text = FAKE_COMPILER.replace("{log}", str(log)).replace("sleep 0.2", "")
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+    return log
+
+
+def linked(built: Path) -> None:
+    built.rename(built.parent / "elsewhere.so")
+    built.symlink_to("elsewhere.so")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda built: built.write_bytes(b""),
+        lambda built: built.write_bytes(bytes(built.stat().st_size)),
+        lambda built: built.write_bytes(built.read_bytes()[:-1]),
+        lambda built: built.write_bytes(b"M" + built.read_bytes()[1:]),
+        lambda built: built.write_bytes(built.read_bytes() + b"\0"),
+        lambda built: built.chmod(0o775),
+        lambda built: (built.unlink(), os.mkfifo(built)),
+        linked,
+    ],
+    ids=["empty", "zeros", "truncated", "overwritten", "longer", "open to the group", "a pipe", "a link"],
+)
+def test_a_damaged_library_is_built_again(
+    compiler: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    built = build.build(tmp_path / "cache")
+    whole = built.read_bytes()
+    damage(built)
+    for _ in range(2):
+        assert build.build(tmp_path / "cache") == built
+    assert not built.is_symlink()
+    assert built.read_bytes() == whole
+    assert compiler.read_text() == "once\n" * 2
+    said = f"{built} is damaged, or others can have written it: it is built again."
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+@NEEDS_COMPILER
+def test_a_library_that_cannot_be_loaded_is_built_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Its checksum is right: it was built for another machine, say."""
+    source = tmp_path / "tiny.cpp"
+    source.write_text('extern "C" __attribute__((visibility("default"))) int answer() { return 42; }')
+    library = build.Library("tiny", (str(source),), ())
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    built = build._file(build.cache_folder(), library)
+    built.parent.mkdir(mode=0o700)
+    built.write_bytes(b"\x7fELF of another machine")
+    build._seal(built)
+    assert build.load_library(library, lambda file: ctypes.CDLL(str(file))).answer() == 42
+    assert caplog.text.count("it is built again") == 1
+    assert f"{built} cannot be loaded (" in caplog.text
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert build.load_library(library, lambda file: ctypes.CDLL(str(file))).answer() == 42
+
+
+def test_others_can_write_nothing(compiler: Path, tmp_path: Path) -> None:
+    """Whatever the mask is: neither what is made nor a folder that was open."""
+    before = os.umask(0)
+    try:
+        build.build(tmp_path / "new" / "cache")
+        (tmp_path / "open").mkdir(mode=0o777)
+        build.build(tmp_path / "open")
+    finally:
+        os.umask(before)
+    made = [path for name in ("new", "open") for path in (tmp_path / name, *(tmp_path / name).rglob("*"))]
+    assert len(made) == 7
+    assert {oct(path.stat().st_mode & 0o022) for path in made} == {"0o0"}
+
+
+def test_another_users_folder_is_refused(
+    monkeypatch: pytest.MonkeyPatch, compiler: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = build.cache_folder()
+    build.build(folder)
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    said = f"{folder} belongs to another user, or others can write it"
+    with pytest.raises(build.BuildError, match=re.escape(said)):
+        build.build(folder)
+    assert said in (build.problem() or "")
+    assert queue_class() is PythonQueue
+    assert said in caplog.text
+
+
+def test_a_lock_that_is_a_link_is_not_written(compiler: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "cache").mkdir()
+    build._file(tmp_path / "cache").with_suffix(".lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        build.build(tmp_path / "cache")
+    assert victim.read_text() == "mine"
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, compiler: Path, tmp_path: Path
+) -> None:
+    built = build._file(tmp_path)
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(
+        (Path(f"/proc/self/fd/{descriptor}").readlink().name, built.exists())
+    ))  # fmt: skip
+    build.build(tmp_path)
+    assert synced == [(built.name, False), (tmp_path.name, True)]
 
 
 def test_changed_sources_are_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +248,7 @@ def test_changed_sources_are_built_anew(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert build.cache_folder() == tmp_path
+    assert build.cache_folder() == tmp_path / "megatron_swap"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / "megatron_swap"
