@@ -59,6 +59,9 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
+        strides = tensor.stride()
+        if 0 in strides:  # it was expanded: its elements are there once
+            tensor = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order).contiguous()  # a transposed tensor is not copied
     if tensor.is_complex():

@@ -88,12 +88,12 @@ class _HandsOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, layout: list[tuple[int, ...]]) -> torch.Tensor:
         ctx.layout = layout
+        ctx.set_materialize_grads(False)  # an input that the layer does not use gets none
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        strides = ctx.layout[0] if ctx.layout else grad.stride()
-        if strides != grad.stride():
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        if grad is not None and ctx.layout and (strides := ctx.layout[0]) != grad.stride():
             grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad, None
 

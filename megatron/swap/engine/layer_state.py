@@ -11,13 +11,14 @@ An entry that was replaced is put back while the layer runs again. What was chan
 from __future__ import annotations
 
 import array
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +28,12 @@ from torch.nn.modules import module as torch_s
 
 MAX_DEPTH = 4
 """Containers and objects inside each other, from an attribute of a module on."""
-MAX_ITEMS = 4096
+MAX_ITEMS = 1024
 """A longer container is compared by its length alone."""
+MAX_READ = 20_000
+"""Entries and items that are read of a layer, at most 1 ms in each run. What comes behind them is left out."""
 MAX_BYTES = 1 << 20
-"""A larger array is not compared."""
+"""Bytes of arrays that are read of a layer. What comes behind them is left out."""
 
 ATOMS = frozenset(
     {
@@ -40,11 +43,8 @@ ATOMS = frozenset(
 )  # fmt: skip
 """Types whose objects never change. Two of them that are equal are the same."""
 LIBRARIES = frozenset(
-    {
-        "torch", "numpy", "builtins", "collections", "functools", "weakref", "threading", "logging", "megatron",
-        "transformer_engine",
-    }
-)  # fmt: skip
+    {"torch", "numpy", "builtins", "functools", "weakref", "threading", "logging", "megatron", "transformer_engine"}
+)
 """Packages whose objects are not looked into, unless they are modules."""
 GLOBAL_HOOKS = [value for name, value in vars(torch_s).items() if name.startswith("_global_") and "hooks" in name]
 
@@ -188,7 +188,7 @@ class StateReader:
         given = [one for one in arguments if type(one) not in ATOMS]
         if not given:
             return LayerState([structure], self._forget)
-        walk = _Walk(self._module)
+        walk = _Walk()
         for one in given:
             walk.add(one, "an argument", 0)
         return LayerState([structure, walk.structure], self._forget)
@@ -197,7 +197,7 @@ class StateReader:
         self._structure = None
 
     def _walk(self) -> _Structure:
-        walk = _Walk(self._module)
+        walk = _Walk()
         for path, module in self._module.named_modules():
             walk.add_module(module, path, self._attributes(module))
         for hooks in GLOBAL_HOOKS:
@@ -224,10 +224,10 @@ class StateReader:
 class _Walk:
     """Finds what a layer reads. Modules outside the layer are not looked into."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self) -> None:
         self.structure = _Structure()
         self._seen: set[int] = set()
-        self._own = {id(one) for one in layer.modules()}
+        self._num_read = self._num_bytes = 0
 
     def add_module(self, module: nn.Module, path: str, names: Collection[str] | None) -> None:
         """Add a module of the layer at ``path``: these of its attributes, and its class."""
@@ -241,7 +241,7 @@ class _Walk:
     def add(self, value: Any, path: str, depth: int) -> None:
         """Add ``value``, and what it holds."""
         kind = type(value)
-        if kind in ATOMS or id(value) in self._seen or depth > MAX_DEPTH:
+        if kind in ATOMS or id(value) in self._seen or depth > MAX_DEPTH or self._num_read > MAX_READ:
             return
         self._seen.add(id(value))
         found = self.structure
@@ -256,8 +256,13 @@ class _Walk:
         elif isinstance(value, (tuple, frozenset)):
             for item in value if len(value) <= MAX_ITEMS else ():
                 self.add(item, path, depth + 1)
+        elif isinstance(value, functools.partial):
+            self.add(value.args, path, depth + 1)
+            self.add(value.keywords, path, depth + 1)
         elif (read := _reader_of(value)) is not None:
-            found.raw.append(_Raw(value, read, path))
+            self._num_bytes += _num_bytes_of(value)
+            if self._num_bytes <= MAX_BYTES:
+                found.raw.append(_Raw(value, read, path))
         elif isinstance(value, nn.Module):
             return  # its own entries are added, or it is outside the layer
         elif kind.__module__.partition(".")[0] not in LIBRARIES:
@@ -277,12 +282,14 @@ class _Walk:
             self._add_entries(value, f"{path}.", depth)
         else:
             items = tuple(value)
+            self._num_read += len(items)
             self.structure.items.append(_Items(value, items, path))
             for item in items:
                 self.add(item, path, depth + 1)
 
     def _add_entries(self, owner: Mapping[Any, Any], start: str, depth: int) -> None:
         keys, values = tuple(owner), tuple(owner.values())
+        self._num_read += len(keys)
         self.structure.entries.append(_Entries(owner, keys, values, start))
         for key, value in zip(keys, values, strict=True):
             if type(value) not in ATOMS:
@@ -322,9 +329,11 @@ def _changed_entries(structure: _Structure) -> Iterator[Change]:
 
 def _differences(one: _Entries) -> Iterator[Change]:
     was = dict(zip(one.keys, one.values, strict=True))
+    is_class = isinstance(one.owner, MappingProxyType)  # Python itself sets ``__annotations__`` and such
     names = [
         key for key in {**was, **one.owner}
-        if key not in was or key not in one.owner or not _are_same(one.owner[key], was[key])
+        if not (is_class and key.startswith("__"))
+        and (key not in was or key not in one.owner or not _are_same(one.owner[key], was[key]))
     ]  # fmt: skip
     if not names:
         return
@@ -387,8 +396,7 @@ def _are_atoms(one: Any, other: Any) -> bool:
 def _reader_of(value: Any) -> Callable[[Any], Any] | None:
     """Return a function that reads what may change in ``value``; ``None``: it has nothing of the kind."""
     if isinstance(value, (np.ndarray, array.array, bytearray, memoryview)):
-        num_bytes = value.nbytes if isinstance(value, (np.ndarray, memoryview)) else len(value)
-        return _bytes_of if num_bytes <= MAX_BYTES else None
+        return _bytes_of
     if isinstance(value, torch.Generator):
         return _state_of
     if isinstance(value, random.Random):
@@ -398,6 +406,12 @@ def _reader_of(value: Any) -> Callable[[Any], Any] | None:
     if isinstance(value, np.random.RandomState):
         return _numpy_state_of
     return None
+
+
+def _num_bytes_of(value: Any) -> int:
+    if isinstance(value, (np.ndarray, memoryview)):
+        return value.nbytes
+    return len(value) if isinstance(value, (array.array, bytearray)) else 0
 
 
 def _bytes_of(value: Any) -> Any:

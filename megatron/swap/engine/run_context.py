@@ -7,7 +7,7 @@ another attention kernel than in forward, or compute in another precision.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -60,15 +60,6 @@ def _deterministic() -> Switch:
     )
 
 
-def _autocast(device_type: str) -> Switch:
-    def put(state: tuple[bool, torch.dtype]) -> None:
-        torch.set_autocast_enabled(device_type, state[0])
-        torch.set_autocast_dtype(device_type, state[1])
-
-    get = lambda: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))  # noqa: E731
-    return Switch(f"autocast of {device_type}", get, put)
-
-
 SWITCHES: tuple[Switch, ...] = (
     *_native("flash attention", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
     *_native("flash attention 3", "_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
@@ -89,16 +80,22 @@ SWITCHES: tuple[Switch, ...] = (
     *_native("cudnn.deterministic", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
     *_native("mkldnn.enabled", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
     _deterministic(),
-    _autocast("cuda"),
-    _autocast("cpu"),
-    Switch("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
 )
 
 
+AUTOCAST_DEVICES = ("cuda", "cpu")
+
+
 class RunContext(NamedTuple):
-    """Values of ``SWITCHES``, and the active modes, outermost first. Modes of this package do not count."""
+    """Values of ``SWITCHES``, and the active modes, outermost first. Modes of this package do not count.
+
+    Attributes:
+        autocast: whether it is on, and its dtype, for each of ``AUTOCAST_DEVICES``; whether it caches its casts.
+    """
 
     values: tuple[Any, ...]
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    caches_casts: bool
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
 
@@ -107,6 +104,8 @@ class RunContext(NamedTuple):
         """Return the present context. It takes about 4 us."""
         return cls(
             tuple([switch.get() for switch in SWITCHES]),
+            tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_DEVICES]),
+            torch.is_autocast_cache_enabled(),
             tuple(_others(_get_current_function_mode_stack())),
             tuple(_others(_get_current_dispatch_mode_stack())),
         )
@@ -129,6 +128,7 @@ class RunContext(NamedTuple):
             switch.set(before)
         try:
             with (
+                self._autocast(now),
                 _replaced(FUNCTION_MODES, now.function_modes, self.function_modes),
                 _replaced(DISPATCH_MODES, now.dispatch_modes, self.dispatch_modes),
             ):
@@ -136,6 +136,17 @@ class RunContext(NamedTuple):
         finally:
             for switch, _, after in changed:
                 switch.set(after)
+
+
+    @contextmanager
+    def _autocast(self, now: RunContext) -> Iterator[None]:
+        """Return a context with this one's autocast. Its own contexts drop their casts of weights in the end."""
+        with ExitStack() as stack:
+            if (self.autocast, self.caches_casts) != (now.autocast, now.caches_casts):
+                for kind, (is_on, dtype) in zip(AUTOCAST_DEVICES, self.autocast, strict=True):
+                    if torch.amp.is_autocast_available(kind) and (is_on or torch.is_autocast_enabled(kind)):
+                        stack.enter_context(torch.autocast(kind, dtype, is_on, self.caches_casts))
+            yield
 
 
 def _others(modes: list[Any]) -> list[Any]:

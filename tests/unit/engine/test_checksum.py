@@ -102,6 +102,12 @@ def test_a_fingerprint_shows_what_changes_places() -> None:
         assert not torch.equal(first, prints(moved))
 
 
+def test_an_expanded_tensor_is_read_once() -> None:
+    row = data(4096).view(torch.int64)
+    assert torch.equal(prints(row.expand(64, -1)), prints(row[None]))
+    assert not torch.equal(prints(row.expand(64, -1)), prints((row + 1).expand(64, -1)))
+
+
 def test_the_fingerprint_is_small() -> None:
     assert prints(data(3 << 20)).nbytes < 0.01 * (3 << 20)
 

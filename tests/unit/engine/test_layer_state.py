@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections import OrderedDict, deque
+import typing
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.swap.engine.layer_state import MAX_ITEMS, StateReader, put_back
+from megatron.swap.engine.layer_state import MAX_BYTES, MAX_ITEMS, MAX_READ, StateReader, put_back
 
 
 class Slotted:
@@ -38,6 +40,7 @@ class Layer(nn.Module):
         self.object, self.slotted = SimpleNamespace(inner=SimpleNamespace(value=1)), Slotted()
         self.python, self.numpy, self.torch = random.Random(1), np.random.default_rng(1), torch.Generator()
         self.empty: dict[str, int] = {}
+        self.partial, self.user = functools.partial(print, [1]), UserDict(a=1)
 
 
 IN_PLACE: dict[str, tuple[Callable[[Layer], object], str]] = {
@@ -50,6 +53,7 @@ IN_PLACE: dict[str, tuple[Callable[[Layer], object], str]] = {
     "a set": (lambda layer: layer.names.add(2), "names"),
     "a queue": (lambda layer: layer.queue.rotate() or layer.queue.append(2), "queue"),
     "a list in a tuple": (lambda layer: layer.frozen[1].append(3), "frozen"),
+    "a list in a partial function": (lambda layer: layer.partial.args[0].append(1), "partial"),
     "a list in a slot": (lambda layer: layer.slotted.value.append(1), "slotted.value"),
     "Python's numbers": (lambda layer: layer.python.random(), "python"),
     "NumPy's numbers": (lambda layer: layer.numpy.random(), "numpy"),
@@ -72,6 +76,7 @@ REPLACED: dict[str, tuple[Callable[[Layer], object], str]] = {
     "an attribute no more": (lambda layer: delattr(layer, "text"), "text"),
     "a value in a dictionary": (lambda layer: layer.table["a"].update(b=2), "table.a.b"),
     "a dictionary that was empty": (lambda layer: layer.empty.update(a=1), "empty"),
+    "a value in a dictionary of the user": (lambda layer: layer.user.update(a=2), "user.data.a"),
     "an attribute of an object": (lambda layer: setattr(layer.object.inner, "value", 2), "object.inner.value"),
 }  # fmt: skip
 
@@ -109,7 +114,7 @@ def contents(layer: nn.Module) -> list[Any]:
     owners = [vars(module) for module in layer.modules()]
     owners += [inner for owner in owners for inner in owner.values() if isinstance(inner, dict)]
     if isinstance(layer, Layer):
-        owners += [vars(layer.object.inner), layer.table["a"]]
+        owners += [vars(layer.object.inner), layer.table["a"], layer.user.data]
     return [{key: id(value) for key, value in owner.items()} for owner in owners]
 
 
@@ -162,6 +167,25 @@ def test_other_modules_and_long_lists_are_not_read() -> None:
     assert state.changes() == []
     layer.long.append([0])
     assert [change.where for change in state.changes()] == ["long"]
+
+
+def test_what_python_sets_of_a_class_is_no_change() -> None:
+    kind = type("Fresh", (Layer,), {"__module__": __name__})
+    state = StateReader(kind()).read()
+    typing.get_type_hints(kind)
+    kind.__doc__ = "more"
+    assert state.changes() == []
+    kind.more = 1
+    assert [change.where for change in state.changes()] == ["Fresh.more"]
+
+
+def test_no_more_is_read_than_takes_a_moment() -> None:
+    layer = Layer()
+    layer.many = [[[number] for number in range(100)] for _ in range(900)]
+    layer.arrays = [np.zeros(1 << 17) for _ in range(9)]
+    structure = StateReader(layer)._walk()
+    assert sum(len(one.items) for one in structure.items) <= MAX_READ + MAX_ITEMS
+    assert sum(one.owner.nbytes for one in structure.raw if isinstance(one.owner, np.ndarray)) <= MAX_BYTES
 
 
 def test_only_the_named_attributes_of_a_module() -> None:

@@ -240,6 +240,18 @@ class Transposed(nn.Module):
         return forward(self.layers, hidden).transpose(0, 1)
 
 
+def test_an_input_that_a_layer_does_not_use_gets_no_gradient() -> None:
+    class Unused(Layer):
+        def forward(self, hidden_states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states)
+
+    layers = nn.ModuleList([Unused()])
+    more = torch.zeros(3, requires_grad=True)
+    with Engine(layers, swapped=(), whole=(0,)):
+        loss_of(layers[0](torch.randn(24, HIDDEN, requires_grad=True), more)).backward()
+    assert more.grad is None
+
+
 def test_gradients_have_the_strides_that_autograd_hands_on() -> None:
     strides: dict[str, list[tuple[int, ...]]] = {"plain": [], "again": []}
 

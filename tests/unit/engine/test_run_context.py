@@ -45,7 +45,7 @@ def test_switches() -> None:
     outside = values()
     with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         inside, context = values(), RunContext.now()
-    assert {name for name in outside if outside[name] != inside[name]} >= {"flash attention", "autocast of cpu"}
+    assert {name for name in outside if outside[name] != inside[name]} >= {"flash attention"}
     with context.restored():
         assert values() == inside
     assert values() == outside
@@ -105,3 +105,24 @@ def test_modes_come_back_after_an_error() -> None:
             raise ValueError("within")
         assert result() == 1.0
     assert result() == 0.0
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_autocast_holds_again_and_leaves_no_casts_behind(caches: bool) -> None:
+    """Casts of weights that outlive an optimizer's step would be used in the next forward."""
+    linear, rows = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
+        context = RunContext.now()
+        before = linear(rows)
+    with context.restored():
+        assert torch.equal(linear(rows), before)
+        assert torch.is_autocast_cache_enabled() is caches
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
+    with torch.no_grad():
+        linear.weight.add_(1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        after = linear(rows)
+        assert not torch.equal(after, before)
+        with RunContext(context.values, ((False, torch.float16), (False, torch.float32)), True, (), ()).restored():
+            assert linear(rows).dtype is torch.float32
