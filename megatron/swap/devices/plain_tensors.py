@@ -16,11 +16,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     Subclasses are not plain. Of torch's own kinds these are not: sparse, nested, quantized, named, MKL-DNN's and
     inference tensors, tensors inside a transform of ``torch.func``, and zero tensors: their storage has no address.
     """
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN or tensor.is_nested or tensor.is_quantized or tensor.has_names():
         return False
-    if tensor.is_nested or tensor.is_quantized or tensor.has_names():
-        return False
-    try:
+    try:  # every saved tensor passes here: no attribute that another one implies
         has_address = tensor._version >= 0 and tensor.data_ptr() != 0
         return has_address or tensor.is_meta or not tensor.untyped_storage().nbytes()  # or its owner has emptied it
     except RuntimeError:  # it has no version, or no storage
