@@ -10,7 +10,7 @@ from megatron.swap.common.types import SwapError
 
 _FLAG = re.compile(r"--swap-([a-z0-9]+(?:-[a-z0-9]+)*)")
 _BEFORE_VALUE = re.compile(
-    _FLAG.pattern + r" (?=[-+.\d'\"/]|(?:all|none|every:\d+|auto|manual|inf|nan|None|True|False)\b)"
+    _FLAG.pattern + r" (?=[-+.\d'\"/]|(?:all|none|every:\d+|auto|manual|inf|nan|None|True|False)\b|\S+: must be)"
 )
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.;:]) (?=[A-Z])")
 
