@@ -13,7 +13,7 @@ import copy
 import itertools
 import random
 import traceback
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -255,12 +255,21 @@ PLACES: dict[str, type[Place]] = {
     "namespace": attribute(
         lambda: Holder(SimpleNamespace(n=0)), lambda x: x.count.n, lambda x: setattr(x.count, "n", x.count.n + 1)
     ),
+    "slots": attribute(lambda: Slotted(), lambda x: x.count, lambda x: setattr(x, "count", x.count + 1)),
+    "user's dict": attribute(lambda: UserDict(n=0), lambda x: x["n"], lambda x: x.update(n=x["n"] + 1)),
     "buffer": Buffer, "counter": Number, "class": OfClass, "generator": Generator,
     "global": Global, "closure": Closure, "iterator": Drawn, "patched": Patched, "backward alone": BackwardAlone,
     "hook": Hook, "rate": Rate, "training": Training, "bias": Bias, "switches": Switches,
 }  # fmt: skip
 BY_THE_LOOP = {"hook", "rate", "training", "bias", "switches"}
 """What no layer changes itself."""
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class Holder:

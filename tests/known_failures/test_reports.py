@@ -224,7 +224,7 @@ class OfAll(nn.Module):
 def test_layers() -> None:
     """Layers that may run again: they do."""
     kinds = [EndsInFunction, ChangesView, EightBits, InPlaceAtTheEnd, ChangesAlias, Attending]
-    assert "as a whole" in check(lambda: OfAll([*kinds, *kinds]), fraction=0.35)
+    assert "as a whole" in check(lambda: OfAll([*kinds, *kinds]), fraction=0.4)
 
 
 def test_layers_that_change_what_they_read() -> None:
@@ -270,10 +270,27 @@ class Pushing(Mlp):
         return output
 
 
+class Scaling(Mlp):
+    """A layer that changes a tensor, which cannot be put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        version = self.scale._version
+        self.scale.add_(1)
+        output = super().forward(hidden) * self.scale.clone()
+        self.scale.sub_(1)
+        torch._C._autograd._unsafe_set_version_counter((self.scale,), (version,))
+        return output
+
+
 def test_layers_that_change_for_the_time_of_their_forward() -> None:
     assert "as a whole" in check(lambda: OfAll([Hooking] * 4), fraction=0.4)
-    with pytest.raises(UsageError, match=r"layer \d \(Pushing\) changes stack for the time of its forward, .* finally"):
-        check(lambda: OfAll([Pushing] * 4), fraction=0.4)
+    check(lambda: OfAll([Pushing] * 4), fraction=0.4)
+    with pytest.raises(UsageError, match=r"layer \d \(Scaling\) changes scale for the time of its forward, .* finally"):
+        check(lambda: OfAll([Scaling] * 4), fraction=0.4)
 
 
 # ------------------------------------------------------------------------------------------------ stacks and states
@@ -317,7 +334,7 @@ def test_frozen_layers() -> None:
         return model
 
     def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
-        if step == NUM_STEPS - 4:
+        if step == NUM_STEPS // 2:
             model.layers[3].requires_grad_(True)  # type: ignore[index]
             model.layers[5].requires_grad_(False)  # type: ignore[index]
         loss = loss_of(model(batch))

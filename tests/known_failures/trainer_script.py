@@ -45,8 +45,8 @@ def write_decisions() -> None:
     step_ended = StateMachine.step_ended
     path = Path(f"decisions-{os.environ['RANK']}")
 
-    def noting(machine: StateMachine, step: Any) -> Any:
-        transition = step_ended(machine, step)
+    def noting(machine: StateMachine, step: Any, *numbers: bool) -> Any:
+        transition = step_ended(machine, step, *numbers)
         plan = "" if transition.plan is None else hashlib.sha256(repr(transition.plan.classes).encode()).hexdigest()[:8]
         with path.open("a") as file:
             file.write(f"{step.number} {transition.stage.name} {transition.measurement.name} {plan}\n")

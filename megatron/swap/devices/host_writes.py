@@ -41,7 +41,7 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         SwapError: this torch copies pinned memory instead of addressing it.
     """
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)  # not the default device
     target = torch.as_tensor(_Mapped(pinned), device=tensor.device)
     if target.data_ptr() != pinned.data_ptr():
         raise SwapError("torch copied pinned memory, so that counts of tokens would not reach the host. Report this.")

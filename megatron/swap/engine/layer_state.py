@@ -5,7 +5,8 @@ its classes, and what these hold, to a bounded depth. Numbers and strings count 
 identity and version, arrays and generators by contents, all else by identity. Globals, closures, iterators and changes
 that no version counts are not seen: checksums find those (``recomputed_run.py``).
 
-An entry that was replaced is put back while the layer runs again. What was changed in place cannot be.
+The contents of dictionaries, lists, sets and queues are put back while the layer runs again. What a tensor, an array or
+a generator holds cannot be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
@@ -24,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_s
 
 MAX_DEPTH = 4
 """Containers and objects inside each other, from an attribute of a module on."""
@@ -46,20 +47,17 @@ LIBRARIES = frozenset(
     {"torch", "numpy", "builtins", "functools", "weakref", "threading", "logging", "megatron", "transformer_engine"}
 )
 """Packages whose objects are not looked into, unless they are modules."""
-GLOBAL_HOOKS = [value for name, value in vars(torch_s).items() if name.startswith("_global_") and "hooks" in name]
 
 Attributes = Callable[[nn.Module], Collection[str] | None]
 """Returns the attributes of a module that count; ``None``: all. The layer's checkpoint handles others."""
 
 
 class Change(NamedTuple):
-    """A difference. ``where`` names it, from the layer on; ``old``: the dictionary's contents then; ``None``: it cannot
-    be put back.
-    """
+    """A difference, named by ``where``. ``old``: the contents of ``owner`` then; ``None``: they cannot be put back."""
 
     where: str
     owner: Any
-    old: dict[Any, Any] | None
+    old: Any
 
 
 class _Entries(NamedTuple):
@@ -200,8 +198,6 @@ class StateReader:
         walk = _Walk()
         for path, module in self._module.named_modules():
             walk.add_module(module, path, self._attributes(module))
-        for hooks in GLOBAL_HOOKS:
-            walk.add(hooks, "the hooks of all modules", 0)
         return walk.structure
 
     def _renewed(self, structure: _Structure | None) -> _Structure | None:
@@ -233,6 +229,8 @@ class _Walk:
         """Add a module of the layer at ``path``: these of its attributes, and its class."""
         start = f"{path}." if path else ""
         self._add_entries(vars(module) if names is None else _Some(vars(module), names), start, -1)
+        if slots := _Slots(module):
+            self._add_entries(slots, start, 0)
         for kind in type(module).__mro__:
             if kind.__module__.partition(".")[0] not in LIBRARIES and id(kind) not in self._seen:
                 self._seen.add(id(kind))
@@ -269,8 +267,8 @@ class _Walk:
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
                 self._add_entries(attributes, f"{path}.", depth)
-            for name in _slots_of(kind):
-                self.add(getattr(value, name, None), f"{path}.{name}", depth + 1)
+            if slots := _Slots(value):
+                self._add_entries(slots, f"{path}.", depth)
 
     def _add_container(self, value: Any, path: str, depth: int) -> None:
         if not value:
@@ -315,16 +313,33 @@ class _Some(Mapping[Any, Any]):
         return self.of[key]
 
 
+class _Slots(Mapping[Any, Any]):
+    """A view of the slots of an object."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+        self.names = tuple(_slots_of(type(of)))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (name for name in self.names if hasattr(self.of, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self.of, key)
+
+
 def _changed_entries(structure: _Structure) -> Iterator[Change]:
     for one in structure.entries:
         if not one.is_current():
             yield from _differences(one)
     for items in structure.items:
         if not items.is_current() and not _are_same(tuple(items.owner), items.items):
-            yield Change(items.path, items.owner, None)
+            yield Change(items.path, items.owner, items.items)
     for owner, path in zip(structure.empties, structure.empty_paths, strict=True):
         if owner:
-            yield Change(path, owner, {} if isinstance(owner, dict) else None)
+            yield Change(path, owner, {} if isinstance(owner, dict) else ())
 
 
 def _differences(one: _Entries) -> Iterator[Change]:
@@ -354,7 +369,7 @@ def set_back(changes: Sequence[Change]) -> None:
 @contextmanager
 def put_back(changes: Sequence[Change]) -> Iterator[None]:
     """Return a context in which the dictionaries of ``changes`` have their earlier contents; all can be put back."""
-    now = [(change.owner, dict(change.owner)) for change in changes]
+    now = [(change.owner, copy(change.owner)) for change in changes]
     set_back(changes)
     try:
         yield
@@ -363,12 +378,14 @@ def put_back(changes: Sequence[Change]) -> Iterator[None]:
             _set_contents(owner, contents)
 
 
-def _set_contents(owner: dict[Any, Any], contents: dict[Any, Any]) -> None:
-    if owner.keys() == contents.keys():
+def _set_contents(owner: Any, contents: Any) -> None:
+    if isinstance(owner, list):
+        owner[:] = contents
+    elif isinstance(owner, dict) and list(owner) == list(contents):
         owner.update(contents)
-    else:  # the order of hooks counts
+    else:  # in their order: that of hooks counts
         owner.clear()
-        owner.update(contents)
+        (owner.extend if isinstance(owner, deque) else owner.update)(contents)
 
 
 def _are_same(one: Any, other: Any) -> bool:
@@ -433,4 +450,6 @@ def _numpy_state_of(generator: np.random.RandomState) -> str:
 def _slots_of(kind: type) -> Iterator[str]:
     for one in kind.__mro__:
         slots = one.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                yield name

@@ -61,6 +61,7 @@ class _Known:
         num_runs: its forwards so far.
         is_tried: it has run twice in a backward.
         is_exact: its kernels are deterministic, as far as is known.
+        saves_others: it has saved another number of tensors than expected, so all of them are compared.
     """
 
     index: int
@@ -69,6 +70,7 @@ class _Known:
     num_runs: int = 0
     is_tried: bool = False
     is_exact: bool = True
+    saves_others: bool = False
 
 
 class Prints:
@@ -139,8 +141,9 @@ def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _is_left_out(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a weight, or what may be a seed: attention without dropout leaves its seeds unset."""
-    return type(tensor) is torch.nn.Parameter or (not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES)
+    """Whether ``tensor`` is a weight, or may be a seed or workspace, of which kernels leave bytes unset."""
+    is_small = not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES
+    return type(tensor) is torch.nn.Parameter or is_small or tensor.dtype is torch.uint8
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -197,6 +200,7 @@ class RunChecks:
         *,
         saved: Collection[int] | None = None,
         in_turn: Collection[int] | None = None,
+        num_saved: int | None = None,
         sees_saved: bool,
         is_exact: bool = True,
         forked: Callable[[], AbstractContextManager[None]] | None,
@@ -210,6 +214,7 @@ class RunChecks:
             state: what the layer reads.
             saved: numbers of the saved tensors that are compared in each run; ``None``: all.
             in_turn: numbers of those that are compared when it is the run's turn.
+            num_saved: how many tensors the layer is expected to save.
             sees_saved: saved tensors are compared, not the result.
             is_exact: no kernel of the layer is known not to be deterministic.
             forked: makes a context behind which random states are as before it; ``None``: the layer cannot run twice.
@@ -218,7 +223,8 @@ class RunChecks:
         known, is_turn = self._turn(self._known, key, name)
         if known.is_exact and not is_exact:
             self.is_not_deterministic(known)
-        return CheckedRun(self, known, state, in_turn if is_turn else saved, sees_saved, forked, contexts)
+        places = None if known.saves_others else in_turn if is_turn else saved
+        return CheckedRun(self, known, state, places, num_saved, sees_saved, forked, contexts)
 
     def print_in_turn(self, site: Site, number: int, storage: torch.UntypedStorage) -> Print | None:
         """Return the fingerprint of ``storage``, which is recomputed, if it is its turn: one storage in each forward.
@@ -320,6 +326,7 @@ class CheckedRun:
     known: _Known
     state: LayerState
     saved: Collection[int] | None
+    num_saved: int | None
     sees_saved: bool
     forked: Callable[[], AbstractContextManager[None]] | None
     contexts: Contexts
@@ -339,6 +346,7 @@ class CheckedRun:
             self.first = self._prints(is_exact=known.is_exact, is_loose=not (known.is_tried and known.is_exact))
             result = self._printed(self.first, function, args, kwargs)
             self.is_over = True
+            known.saves_others |= self.num_saved is not None and len(self.first.kinds) != self.num_saved
             return result
         if not self.is_over:  # a gradient is taken within the layer's forward
             return function(*args, **kwargs)
@@ -392,7 +400,7 @@ class CheckedRun:
     def _compare(self, first: Prints, again: Prints, trial: Prints | None) -> None:
         known, checks = self.known, self.checks
         if first.kinds != again.kinds or (trial is not None and trial.kinds != first.kinds):
-            raise self._error()
+            raise self._error("ran other operators than")
         if not known.is_tried:
             self._try(first, again, trial)
         elif known.is_exact and first.is_exact:
@@ -415,10 +423,9 @@ class CheckedRun:
         elif is_other:
             raise self._error()
 
-    def _error(self) -> RecomputedRunError:
+    def _error(self, did: str = "computed something else than") -> RecomputedRunError:
         return RecomputedRunError(
-            f"{self.known.name} ran again in backward and computed something else than in forward. {NO_PURE_FUNCTION} "
-            f"{WAY_OUT}"
+            f"{self.known.name} ran again in backward and {did} in forward. {NO_PURE_FUNCTION} {WAY_OUT}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Switches and modes of PyTorch around a run of a layer: what is computed depends on them, so a second run gets them.
+"""Switches of PyTorch around a run of a layer: what is computed depends on them, so a second run gets them.
 
 Autograd runs a backward outside the ``with`` blocks of its forward. So a layer that runs again in backward would choose
 another attention kernel than in forward, or compute in another precision.
@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-
-OUR_PACKAGE = __name__.rpartition(".engine.")[0]
+from torch.utils._device import DeviceContext
 
 
 class Switch(NamedTuple):
@@ -87,99 +84,49 @@ AUTOCAST_DEVICES = ("cuda", "cpu")
 
 
 class RunContext(NamedTuple):
-    """Values of ``SWITCHES``, and the active modes, outermost first. Modes of this package do not count.
+    """Values of ``SWITCHES``, autocast and the default device.
+
+    Other modes around a forward are not entered again: most only watch, and may be closed. What they change shows in
+    what the layer computes.
 
     Attributes:
         autocast: whether it is on, and its dtype, for each of ``AUTOCAST_DEVICES``; whether it caches its casts.
+        device: where tensors are made; ``None``: no context says so.
     """
 
     values: tuple[Any, ...]
     autocast: tuple[tuple[bool, torch.dtype], ...]
     caches_casts: bool
-    function_modes: tuple[Any, ...]
-    dispatch_modes: tuple[Any, ...]
+    device: torch.device | None
 
     @classmethod
     def now(cls) -> RunContext:
-        """Return the present context. It takes about 4 us."""
+        """Return the present context. It takes about 5 us."""
+        modes = reversed(_get_current_function_mode_stack())
         return cls(
             tuple([switch.get() for switch in SWITCHES]),
             tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCAST_DEVICES]),
             torch.is_autocast_cache_enabled(),
-            tuple(_others(_get_current_function_mode_stack())),
-            tuple(_others(_get_current_dispatch_mode_stack())),
+            next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None),
         )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Return a context in which this one holds again.
-
-        Modes are pushed without ``__enter__``, which may reset them.
-        """
+        """Return a context in which this one holds again."""
         now = RunContext.now()
         if now == self:
             yield
             return
-        changed = [
-            (switch, before, after)
-            for switch, before, after in zip(SWITCHES, self.values, now.values, strict=True) if before != after
-        ]  # fmt: skip
-        for switch, before, _ in changed:
-            switch.set(before)
-        try:
-            with (
-                self._autocast(now),
-                _replaced(FUNCTION_MODES, now.function_modes, self.function_modes),
-                _replaced(DISPATCH_MODES, now.dispatch_modes, self.dispatch_modes),
-            ):
-                yield
-        finally:
-            for switch, _, after in changed:
-                switch.set(after)
-
-
-    @contextmanager
-    def _autocast(self, now: RunContext) -> Iterator[None]:
-        """Return a context with this one's autocast. Its own contexts drop their casts of weights in the end."""
-        with ExitStack() as stack:
+        with ExitStack() as undo:
+            for switch, before, after in zip(SWITCHES, self.values, now.values, strict=True):
+                if before != after:
+                    undo.callback(switch.set, after)
+                    switch.set(before)
             if (self.autocast, self.caches_casts) != (now.autocast, now.caches_casts):
                 for kind, (is_on, dtype) in zip(AUTOCAST_DEVICES, self.autocast, strict=True):
                     if torch.amp.is_autocast_available(kind) and (is_on or torch.is_autocast_enabled(kind)):
-                        stack.enter_context(torch.autocast(kind, dtype, is_on, self.caches_casts))
+                        # Autocast's own context, since that drops its casts of weights in the end.
+                        undo.enter_context(torch.autocast(kind, dtype, is_on, self.caches_casts))
+            if self.device is not None and self.device != now.device:
+                undo.enter_context(self.device)
             yield
-
-
-def _others(modes: list[Any]) -> list[Any]:
-    return [mode for mode in modes if not type(mode).__module__.startswith(OUR_PACKAGE)]
-
-
-class _Stack(NamedTuple):
-    """A stack of modes of PyTorch."""
-
-    length: Callable[[], int]
-    pop: Callable[[], Any]
-    push: Callable[[Any], None]
-
-
-FUNCTION_MODES = _Stack(
-    torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
-)
-DISPATCH_MODES = _Stack(torch._C._len_torch_dispatch_stack, _pop_mode, _push_mode)
-
-
-@contextmanager
-def _replaced(stack: _Stack, now: tuple[Any, ...], wanted: tuple[Any, ...]) -> Iterator[None]:
-    """Return a context with the modes ``wanted`` in place of ``now``. Those of this package stay innermost."""
-    if len(now) == len(wanted) and all(map(is_, now, wanted)):
-        yield
-        return
-    before = [stack.pop() for _ in range(stack.length())]  # innermost first
-    for mode in (*wanted, *(mode for mode in reversed(before) if not _others([mode]))):
-        stack.push(mode)
-    try:
-        yield
-    finally:
-        for _ in range(stack.length()):
-            stack.pop()
-        for mode in reversed(before):
-            stack.push(mode)

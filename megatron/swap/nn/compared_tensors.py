@@ -26,19 +26,24 @@ class Saved(NamedTuple):
     Attributes:
         number: of its storage; ``None``: it has none.
         layout: in the storage.
-        may_be_seed: it is a few bytes of whole numbers. Attention without dropout leaves its seeds unset.
+        is_opaque: it may be a seed, or a workspace of an operator that has a result beside it. Kernels leave bytes of
+            these unset (seeds of attention without dropout, what an LSTM keeps for its backward).
     """
 
     number: int | None
     layout: tuple[object, ...]
-    may_be_seed: bool = False
+    is_opaque: bool = False
 
 
 class Compared(NamedTuple):
-    """Places of saved tensors: of those that are compared in each run, and of those that are compared in turn."""
+    """Places of saved tensors: of those that are compared in each run, and of those that are compared in turn.
+
+    ``num_saved``: tensors that the layer saves.
+    """
 
     last: frozenset[int]
     all: frozenset[int]
+    num_saved: int
 
 
 def compared(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) -> Compared:
@@ -54,12 +59,13 @@ def compared(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) -> C
     for reads, makes in reversed(flows):
         size = max((size for number, size in makes.items() if number in numbers or number in shown), default=0)
         shown |= {number for number, read in reads.items() if number not in makes and read <= LEAST_SHARE * size}
-    own = {number for number in numbers if not -num_given <= number < 0}
+    opaque = {one.number for one in saved if one.is_opaque}
+    own = {number for number in numbers - opaque if not -num_given <= number < 0}
     last = own - shown
     for _, makes in flows:  # of results of one operator (attention's and its sums) the largest is enough
         if together := makes.keys() & last:
             last -= together if makes.keys() & shown else together - {max(together, key=makes.__getitem__)}
-    return Compared(_places(saved, last), _places(saved, own))
+    return Compared(_places(saved, last), _places(saved, own), len(saved))
 
 
 def _places(saved: Sequence[Saved], wanted: set[int]) -> frozenset[int]:
@@ -67,6 +73,6 @@ def _places(saved: Sequence[Saved], wanted: set[int]) -> frozenset[int]:
     for place, one in enumerate(saved):
         if one.number is None:
             found[place] = place
-        elif one.number in wanted and not one.may_be_seed:
+        elif one.number in wanted:
             found.setdefault((one.number, one.layout), place)
     return frozenset(found.values())

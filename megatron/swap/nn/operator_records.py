@@ -50,6 +50,7 @@ class OperatorOrder:
         in_cpp: C++ was to see them.
         num_modes: dispatch modes that were active around the layer. With others operators may do something else.
         compared: the saved tensors that are compared if the layer runs again.
+        needs: whether each tensor that the layer may read needs a gradient. With others it saves other tensors.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -60,6 +61,7 @@ class OperatorOrder:
     in_cpp: bool = False
     num_modes: int = 0
     compared: Compared | None = None
+    needs: tuple[bool, ...] = ()
 
     def position(self, number: int) -> int:
         """Return the position of the operator that makes output ``number``."""
@@ -146,12 +148,14 @@ class OperatorWatch(Operators):
         self._num_given = self._num_before
         self._flows: list[Flow] = []
         self._saved: list[Saved] = []
+        self._workspaces: set[int | None] = set()  # bytes that an operator makes beside results
 
     def saves(self, tensor: torch.Tensor) -> None:
         """See a tensor that autograd saves."""
         number = self.number(tensor)
         layout = () if number is None else (tensor.storage_offset(), tensor.shape, tensor.stride())
-        self._saved.append(Saved(number, layout, not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES))
+        is_seed = not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES
+        self._saved.append(Saved(number, layout, is_seed or number in self._workspaces))
 
     def end(self) -> OperatorOrder:
         """Return the order, once the layer has run."""
@@ -176,6 +180,8 @@ class OperatorWatch(Operators):
             self._make(tensor, self._num_outputs)
             self._num_outputs += 1
         self._flows.append(Flow(reads, self._sizes(result) | writes))
+        if kind is Kind.OTHER and not isinstance(result, torch.Tensor):
+            self._workspaces |= {self.number(one) for one in tensors_in(result) if one.dtype is torch.uint8}
 
     def _sizes(self, value: Any) -> dict[int, int]:
         """Return the elements of the tensors in ``value``, by the numbers of their storages."""

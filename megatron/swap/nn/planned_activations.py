@@ -163,6 +163,7 @@ class PlannedActivations(SwappedActivations):
         if not torch.is_grad_enabled():
             self._steps.evaluation_begins()
             return
+        self._saved_tensors.checks.before_step()  # loops without an optimizer of torch
         self._steps.forward_begins()
         self._planned.begin_forward()
 
@@ -175,6 +176,7 @@ class PlannedActivations(SwappedActivations):
         Raises:
             Infeasible: no plan fits the budget.
         """
+        self._saved_tensors.checks.before_step()
         self._steps.tell()
 
     @ACTIVATIONS.errors()

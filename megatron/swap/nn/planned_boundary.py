@@ -252,6 +252,9 @@ class PlannedBoundary(ModuleBoundary):
     def _tensors_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         return [*self._constants, *_tensors([args, kwargs])]
 
+    def _needs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, ...]:
+        return tuple([tensor.requires_grad for tensor in self._tensors_before(args, kwargs)])
+
     def _run_watched(self, recomputer: Recomputer, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and learn the order of its operators."""
         before = self._orders.get(self._nth)
@@ -263,6 +266,7 @@ class PlannedBoundary(ModuleBoundary):
             self._orders.pop(self._nth, None)
             return result
         order = self._orders[self._nth] = watch.end()
+        order.needs = self._needs(args, kwargs)
         if before is not None and before.operators == order.operators:
             order.last_write |= {number: at for number, at in before.last_write.items() if at == inf}
         for tensor in (*_tensors([args, kwargs]), *tensors_in(result)):  # the model may change them
@@ -302,10 +306,11 @@ class PlannedBoundary(ModuleBoundary):
         device = self._saved_tensors.device
         on_device = torch.empty(0, device=device)
         order, name = self._orders.get(self._nth), f"layer {self.layer} ({type(self.module).__name__})"
-        places = None if order is None else order.compared
+        places = None if order is None or order.needs != self._needs(args, kwargs) else order.compared
         checked = self._saved_tensors.checked_run(
             (self.module, self._nth), name, self._reader.read(one for one in others if one is not None),
-            saved=places and places.last, in_turn=places and places.all, sees_saved=True,
+            saved=places and places.last, in_turn=places and places.all,
+            num_saved=places and places.num_saved, sees_saved=True,
             is_exact=device.type != "cuda" or order is None or not has_atomics(order.operators),
             forked=_forked_random_states(device),
         )  # fmt: skip

@@ -98,7 +98,7 @@ def test_what_comes_from_outside_is_compared() -> None:
 
 
 def test_one_tensor_is_compared_once_and_each_part_of_a_storage() -> None:
-    saved = [Saved(0, (0,)), Saved(0, (0,)), Saved(0, (8,)), Saved(None, ()), Saved(1, (0,), may_be_seed=True)]
+    saved = [Saved(0, (0,)), Saved(0, (0,)), Saved(0, (8,)), Saved(None, ()), Saved(1, (0,), is_opaque=True)]
     found: Any = compared([Flow({}, {0: 16}), Flow({}, {1: 1})], saved, num_given=0)
     assert found.last == found.all == {0, 2, 3}
 

@@ -1,0 +1,105 @@
+"""Layers that run again within a budget, in loops that change on the way: their comparisons go on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron import swap
+from torch import nn
+
+from megatron.swap.engine.recomputed_run import RecomputedRunError
+from tests.plain_loop import WIDTH, Mlp, loss_of, rows, train
+from tests.planned_loop import NUM_STEPS, QUIET, unswapped
+
+FACTOR = [1.0]
+
+
+@pytest.fixture(autouse=True)
+def factor() -> Iterator[None]:
+    FACTOR[0] = 1.0
+    yield
+    FACTOR[0] = 1.0
+
+
+class OfGlobal(Mlp):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden * FACTOR[0]).sin() + hidden
+
+
+class Recurrent(nn.Module):
+    """Its kernel saves a workspace, and leaves a part of it unset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.cell = nn.LayerNorm(WIDTH), nn.LSTM(WIDTH, WIDTH, 2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.cell(self.norm(hidden).unsqueeze(1))[0].squeeze(1)
+
+
+def recompute_whole(swapped: Any) -> None:
+    for boundary in swapped._planned.boundaries:
+        inner = boundary._on_run
+        boundary._on_run = lambda *given, inner=inner: replace(inner(*given), is_whole=True)
+
+
+def model_of(kind: type[nn.Module]) -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(*(kind() for _ in range(4)))
+
+
+def test_weights_that_are_unfrozen_on_the_way() -> None:
+    """A layer that trains more weights saves other tensors."""
+    model = model_of(OfGlobal)
+    for layer in model:
+        layer.down.requires_grad_(False)  # type: ignore[union-attr,operator]
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        recompute_whole(swapped)
+        train(model, num_steps=4)
+        model.requires_grad_(True)
+        train(model, num_steps=2)
+        loss_of(model(rows(0))).backward()
+        swapped._saved_tensors.checks.read()
+        loss = loss_of(model(rows(0)))
+        FACTOR[0] = 1.5
+        with contextlib.suppress(RecomputedRunError):
+            loss.backward()
+        with pytest.raises(RecomputedRunError):
+            swapped.step()  # type: ignore[union-attr]
+
+
+def test_a_workspace_of_a_kernel_is_not_compared() -> None:
+    model = model_of(Recurrent)
+    plain, _ = unswapped(model, rows)
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        recompute_whole(swapped)
+        assert train(model, rows, NUM_STEPS).same_as(plain)
+
+
+def test_a_loop_without_an_optimizer() -> None:
+    model = model_of(OfGlobal)
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        recompute_whole(swapped)
+        for step in range(6):
+            if step == 4:
+                before = copy.deepcopy(model.state_dict())
+            loss = loss_of(model(rows(step)))
+            FACTOR[0] = 1.0 if step < 4 else 1.5
+            loss.backward()
+            FACTOR[0] = 1.0
+            if step == 4:
+                with pytest.raises(RecomputedRunError):
+                    swapped.step()  # type: ignore[union-attr]
+                break
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad  # type: ignore[operator]
+                    parameter.grad = None
+            swapped.step()  # type: ignore[union-attr]
+        assert all(map(torch.equal, before.values(), (value.detach() for value in model.parameters())))
