@@ -4,6 +4,7 @@ same."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,6 +180,18 @@ def test_whole_layers_run_again(trainer: Trainer, tmp_path: Path, flags: str, ra
     assert run.summary["saved_peak_bytes"] < plain.summary["saved_peak_bytes"] / 2
     assert run.summary["swapped_out_bytes"] == 0
     assert "--swap-plan: " not in run.output
+
+
+@pytest.mark.parametrize("reads", ["result", "backward"])
+def test_a_whole_layer_that_is_no_pure_function_ends_the_run(trainer: Trainer, tmp_path: Path, reads: str) -> None:
+    """What only a backward reads is found when the layer's turn comes: one of 8 in each of two micro-batches."""
+    path = tmp_path / "given.json"
+    save_plan(plan_for("", PlanClass("0-7", {}, (LAYER_SECTION,))), path)
+    program = Path(__file__).with_name("impure_layers_script.py")
+    run = trainer.run(f"{SWAP_SMALL} --swap-plan {path} --reads {reads}", check=False, program=program)
+    assert run.returncode != 0
+    assert re.search(r"(layer \d, )*layer \d ran again in backward and computed something else than in", run.output)
+    assert len(re.findall(r" iteration +\d+/", run.output)) == 2
 
 
 def test_of_a_whole_layer_that_swaps_the_input_goes(trainer: Trainer, tmp_path: Path) -> None:

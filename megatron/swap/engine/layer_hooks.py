@@ -192,7 +192,7 @@ class BoundaryOptions:
         on_run_without_grad: called with the layer's number when the layer runs without gradients.
         is_idle: asked before each forward; if true, the layer runs as if it had no boundary.
         attributes: as for ``StateReader``.
-        forked: as for ``RunChecks.run``.
+        forked, may_have_gradients: as for ``RunChecks.run``.
     """
 
     hooked: bool
@@ -200,6 +200,7 @@ class BoundaryOptions:
     is_idle: Callable[[], bool] = lambda: False
     attributes: Attributes = lambda _: None
     forked: Callable[[], AbstractContextManager[None]] | None = None
+    may_have_gradients: bool = False
 
 
 class LayerBoundary(NotCopied):
@@ -331,8 +332,9 @@ class LayerBoundary(NotCopied):
         ranges = self._manager.ranges
         others = [one for one in (*args, *kwargs.values()) if not _needs_gradient(one)]
         checked = self._saved_tensors.checked_run(
-            self.layer, f"layer {self.layer}", self._reader.read(others), sees_saved=False, forked=self._options.forked
-        )
+            self.layer, f"layer {self.layer}", self._reader.read(others), sees_saved=False,
+            may_have_gradients=self._options.may_have_gradients, forked=self._options.forked,
+        )  # fmt: skip
 
         def run(*args: Any, **kwargs: Any) -> Any:
             again = in_backward()

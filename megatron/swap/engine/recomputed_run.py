@@ -8,7 +8,8 @@ host. That finds what no comparison of attributes sees: globals, closures, itera
 What is compared is the result, where a checkpoint computes it again (Megatron's). PyTorch's stops a layer as soon as it
 has all saved tensors. Then those are compared from which no other is computed (``nn/compared_tensors.py``): a
 difference in any other shows in them. In each forward one layer, in turn, is compared in all that it saves, and one of
-the storages that are recomputed by themselves: all of them would take 2 % of a step.
+the storages that are recomputed by themselves: all of them would take 2 % of a step. In a checkpoint that runs a layer
+without gradients, it has them in its turn: else autograd would save nothing.
 
 The first time that a layer runs again, it runs twice. If both runs differ by rounding, its kernels are not
 deterministic (atomic additions of a GPU). Such a layer is compared within a tolerance, and a line says so.
@@ -19,9 +20,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -143,7 +144,8 @@ def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
 def _is_left_out(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a weight, or may be a seed or workspace, of which kernels leave bytes unset."""
     is_small = not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES
-    return type(tensor) is torch.nn.Parameter or is_small or tensor.dtype is torch.uint8
+    owner = tensor if tensor._base is None else tensor._base
+    return type(owner) is torch.nn.Parameter or is_small or tensor.dtype is torch.uint8
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -202,6 +204,7 @@ class RunChecks:
         in_turn: Collection[int] | None = None,
         num_saved: int | None = None,
         sees_saved: bool,
+        may_have_gradients: bool = False,
         is_exact: bool = True,
         forked: Callable[[], AbstractContextManager[None]] | None,
         contexts: Contexts,
@@ -216,6 +219,8 @@ class RunChecks:
             in_turn: numbers of those that are compared when it is the run's turn.
             num_saved: how many tensors the layer is expected to save.
             sees_saved: saved tensors are compared, not the result.
+            may_have_gradients: with ``sees_saved`` off, the layer may run with gradients in forward when it is its
+                turn: it does nothing else than without.
             is_exact: no kernel of the layer is known not to be deterministic.
             forked: makes a context behind which random states are as before it; ``None``: the layer cannot run twice.
             contexts: for what is compared.
@@ -224,7 +229,8 @@ class RunChecks:
         if known.is_exact and not is_exact:
             self.is_not_deterministic(known)
         places = None if known.saves_others else in_turn if is_turn else saved
-        return CheckedRun(self, known, state, places, num_saved, sees_saved, forked, contexts)
+        sees_all = may_have_gradients and is_turn
+        return CheckedRun(self, known, state, places, num_saved, sees_saved, sees_all, forked, contexts)
 
     def print_in_turn(self, site: Site, number: int, storage: torch.UntypedStorage) -> Print | None:
         """Return the fingerprint of ``storage``, which is recomputed, if it is its turn: one storage in each forward.
@@ -320,7 +326,10 @@ class RunChecks:
 
 @dataclass
 class CheckedRun:
-    """One run of a layer: in forward, and again in backward. Made by ``RunChecks.run``, whose arguments these are."""
+    """One run of a layer: in forward, and again in backward. Made by ``RunChecks.run``, whose arguments these are.
+
+    ``sees_all``: saved tensors are compared, and the result.
+    """
 
     checks: RunChecks
     known: _Known
@@ -328,6 +337,7 @@ class CheckedRun:
     saved: Collection[int] | None
     num_saved: int | None
     sees_saved: bool
+    sees_all: bool
     forked: Callable[[], AbstractContextManager[None]] | None
     contexts: Contexts
     context: RunContext = field(default_factory=RunContext.now)
@@ -344,7 +354,10 @@ class CheckedRun:
         known = self.known
         if self.first is None:
             self.first = self._prints(is_exact=known.is_exact, is_loose=not (known.is_tried and known.is_exact))
-            result = self._printed(self.first, function, args, kwargs)
+            if self.sees_all:
+                result = self._printed_without_graph(self.first, function, args, kwargs)
+            else:
+                result = self._printed(self.first, function, args, kwargs)
             self.is_over = True
             known.saves_others |= self.num_saved is not None and len(self.first.kinds) != self.num_saved
             return result
@@ -364,7 +377,8 @@ class CheckedRun:
         if not self.known.is_tried and self.forked is not None:
             trial = self._prints(is_exact=True, is_loose=False)
             # Gradients are for who takes one in the layer's forward. The graph is gone before the second run begins.
-            with self.forked(), self.contexts.untouched() if self.sees_saved else torch.no_grad():
+            sees_any = self.sees_saved or self.sees_all
+            with self.forked(), self.contexts.untouched() if sees_any else torch.no_grad():
                 self._printed(trial, function, args, kwargs)
         again = self._prints(is_exact=first.is_exact, is_loose=first.is_loose)
         try:
@@ -390,12 +404,27 @@ class CheckedRun:
     def _printed(
         self, prints: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.sees_saved:
-            with seeing_saved(prints.add):
-                return function(*args, **kwargs)
-        result = function(*args, **kwargs)
-        _add_result(prints, result)
+        with seeing_saved(prints.add) if self.sees_saved or self.sees_all else nullcontext():
+            result = function(*args, **kwargs)
+        if not self.sees_saved:
+            _add_result(prints, result)
         return result
+
+    def _printed_without_graph(
+        self, prints: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the layer with gradients, in a context that has none: what autograd saves is seen, and dropped."""
+
+        def dropped(_: None) -> NoReturn:
+            raise UsageError(
+                f"{self.known.name} takes a gradient in its own forward, and is recomputed whole. Swap it, or leave it "
+                "out (--swap-layers)."
+            )
+
+        with torch.enable_grad(), HooksContext(Hooks(prints.add, dropped), has_around=True):
+            result = function(*args, **kwargs)
+            _add_result(prints, result)
+        return tuple(map(_detached, result)) if isinstance(result, tuple) else _detached(result)
 
     def _compare(self, first: Prints, again: Prints, trial: Prints | None) -> None:
         known, checks = self.known, self.checks
@@ -431,6 +460,10 @@ class CheckedRun:
 
 def _is_true(flag: torch.Tensor | None) -> bool:
     return flag is not None and bool(flag)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _add_result(prints: Prints, result: Any) -> None:

@@ -34,7 +34,7 @@ from megatron.swap.engine.policy import Policy, matches
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.megatron_lm.layer_checkpoint import check_full_recomputation, layer_checkpoint
-from megatron.swap.megatron_lm.layer_reads import attributes_read, forked_random_states
+from megatron.swap.megatron_lm.layer_reads import attributes_read, forked_random_states, may_have_gradients
 from megatron.swap.megatron_lm.producers import Producers
 
 
@@ -157,6 +157,7 @@ class Boundaries:
                             is_idle=lambda: self._policy.is_idle and not self._manager.guard.is_on,
                             attributes=attributes_read,
                             forked=forked_random_states(layer.config),
+                            may_have_gradients=may_have_gradients(layer),
                         ),
                         checkpoint=checkpoint,
                     )

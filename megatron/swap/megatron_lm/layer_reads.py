@@ -1,4 +1,4 @@
-"""The attributes of a Megatron layer that are compared before it runs again, and its random states.
+"""What a Megatron layer reads and does when it runs again: attributes that are compared, random states, counts.
 
 Modules of Megatron and TransformerEngine are made to run again: their attributes are results of the present run (token
 dispatchers), or what their own checkpoints restore (scales of 8 bits). Of them, and of no others, attributes are left
@@ -34,3 +34,15 @@ def forked_random_states(config: Any) -> Callable[[], AbstractContextManager[Non
     """
     fork: Callable[[], AbstractContextManager[None]] | None = getattr(random, "_fork_rng", None)
     return None if config.fp8 or config.fp4 else fork
+
+
+def may_have_gradients(layer: nn.Module) -> bool:
+    """Return whether the layer does nothing else with gradients than without, but save tensors.
+
+    Routers and the losses of sparse attention (``dsa.py``) count in a forward with gradients. In 8 bits, scales depend
+    on them.
+    """
+    config: Any = layer.config
+    if config.fp8 or config.fp4 or getattr(config, "experimental_attention_variant", None) == "dsa":
+        return False
+    return not any(isinstance(module, Router) for module in layer.modules())

@@ -23,6 +23,12 @@ CONTEXTS = Contexts(nullcontext, lambda: torch.autograd.graph.saved_tensors_hook
 FACTOR = [1.0]
 
 
+def untouched(run: Callable[..., Any], *args: Any) -> Any:
+    """Call ``run`` as a boundary does."""
+    with CONTEXTS.untouched():
+        return run(*args)
+
+
 class Block(nn.Module):
     """Reads a global and an attribute."""
 
@@ -58,19 +64,24 @@ class Loop:
             0, "layer 0", self.reader.read(), sees_saved=not self.use_reentrant, **self.options
         )
         hidden = torch.ones(64, 64, requires_grad=True)
-        out = checkpoint(partial(run, self.block), hidden, use_reentrant=self.use_reentrant)
+        block = partial(untouched, run, self.block) if self.use_reentrant else partial(run, self.block)
+        out = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
         between()
         out.sum().backward()
         assert hidden.grad is not None
         return hidden.grad
 
 
-KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved tensors", "results"])
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [{}, {"use_reentrant": True}, {"use_reentrant": True, "may_have_gradients": True}],
+    ids=["saved tensors", "results", "both"],
+)
 
 
 @KINDS
-def test_a_pure_layer(use_reentrant: bool) -> None:
-    loop = Loop(use_reentrant=use_reentrant)
+def test_a_pure_layer(kind: dict[str, bool]) -> None:
+    loop = Loop(**kind)
     for _ in range(3):
         loop.step()
         loop.checks.before_step()
@@ -79,16 +90,16 @@ def test_a_pure_layer(use_reentrant: bool) -> None:
 
 
 @KINDS
-def test_what_nobody_sees_is_an_error_at_once_where_a_layer_first_runs_again(use_reentrant: bool) -> None:
-    loop = Loop(use_reentrant=use_reentrant)
+def test_what_nobody_sees_is_an_error_at_once_where_a_layer_first_runs_again(kind: dict[str, bool]) -> None:
+    loop = Loop(**kind)
     with pytest.raises(RecomputedRunError, match=r"layer 0 ran again in backward and .*a global"):
         loop.step(lambda: FACTOR.__setitem__(0, 1.5))
 
 
 @KINDS
 @pytest.mark.parametrize("reads", ["before_step", "read"])
-def test_and_before_a_step_or_a_save_later(use_reentrant: bool, reads: str) -> None:
-    loop = Loop(use_reentrant=use_reentrant)
+def test_and_before_a_step_or_a_save_later(kind: dict[str, bool], reads: str) -> None:
+    loop = Loop(**kind)
     loop.step()
     loop.step(lambda: FACTOR.__setitem__(0, 1.5))
     with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
@@ -97,27 +108,27 @@ def test_and_before_a_step_or_a_save_later(use_reentrant: bool, reads: str) -> N
 
 
 @KINDS
-def test_what_was_replaced_is_put_back(use_reentrant: bool) -> None:
-    loop = Loop(use_reentrant=use_reentrant)
+def test_what_was_replaced_is_put_back(kind: dict[str, bool]) -> None:
+    loop = Loop(**kind)
     right = loop.step()
     assert torch.equal(loop.step(lambda: setattr(loop.block, "factor", 3.0)), right)
     assert loop.block.factor == 3.0
 
 
 @KINDS
-def test_what_was_changed_in_place_is_refused(use_reentrant: bool) -> None:
-    loop = Loop(use_reentrant=use_reentrant)
+def test_what_was_changed_in_place_is_refused(kind: dict[str, bool]) -> None:
+    loop = Loop(**kind)
     with pytest.raises(UsageError, match=r"layer 0 runs again in backward, but shift changed since forward\. .*budget"):
         loop.step(lambda: loop.block.shift.add_(1))
 
 
 @KINDS
-def test_the_context_of_forward_holds_again(use_reentrant: bool) -> None:
+def test_the_context_of_forward_holds_again(kind: dict[str, bool]) -> None:
     class Cast(Block):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden) * torch.tensor(1.0).to(torch.get_default_dtype())
 
-    loop = Loop(Cast(), use_reentrant)
+    loop = Loop(Cast(), **kind)
     right = loop.step()
     assert torch.equal(loop.step(lambda: torch.set_default_dtype(torch.float64)), right)
     torch.set_default_dtype(torch.float32)
@@ -136,8 +147,8 @@ class Noisy(Block):
 
 @KINDS
 @pytest.mark.parametrize("is_exact", [True, False], ids=["found", "known"])
-def test_kernels_that_are_not_deterministic(use_reentrant: bool, is_exact: bool) -> None:
-    loop = Loop(Noisy(1e-6), use_reentrant, is_exact=is_exact)
+def test_kernels_that_are_not_deterministic(kind: dict[str, bool], is_exact: bool) -> None:
+    loop = Loop(Noisy(1e-6), **kind, is_exact=is_exact)
     loop.checks.may_vary = True
     for _ in range(4):
         loop.step()
@@ -151,14 +162,14 @@ def test_kernels_that_are_not_deterministic(use_reentrant: bool, is_exact: bool)
 
 
 @KINDS
-def test_noise_is_an_error_where_kernels_are_deterministic(use_reentrant: bool) -> None:
+def test_noise_is_an_error_where_kernels_are_deterministic(kind: dict[str, bool]) -> None:
     with pytest.raises(RecomputedRunError):
-        Loop(Noisy(1e-6), use_reentrant).step()
+        Loop(Noisy(1e-6), **kind).step()
 
 
 @KINDS
-def test_large_noise_is_an_error(use_reentrant: bool) -> None:
-    loop = Loop(Noisy(0.01), use_reentrant)
+def test_large_noise_is_an_error(kind: dict[str, bool]) -> None:
+    loop = Loop(Noisy(0.01), **kind)
     loop.checks.may_vary = True
     with pytest.raises(RecomputedRunError):
         loop.step()
@@ -188,6 +199,86 @@ def test_a_gradient_within_the_forward() -> None:
     loop = Loop(Inner())
     assert torch.equal(loop.step(), loop.step())
     loop.checks.read()
+
+
+def test_a_gradient_within_a_forward_whose_graph_is_dropped() -> None:
+    class Inner(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            (grad,) = torch.autograd.grad(super().forward(hidden).square().sum(), hidden, create_graph=True)
+            return grad
+
+    with pytest.raises(UsageError, match="layer 0 takes a gradient in its own forward"):
+        Loop(Inner(), use_reentrant=True, may_have_gradients=True).step()
+
+
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.full_like(hidden, FACTOR[0]))
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0]
+
+
+class OfBackwardAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(ReadsInBackward.apply(hidden)).sin()
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_reentrant": True, "may_have_gradients": True}], ids=["saved", "both"])
+def test_what_only_a_backward_reads(kind: dict[str, bool]) -> None:
+    loop = Loop(OfBackwardAlone(), **kind)
+    loop.step()
+    loop.step(lambda: FACTOR.__setitem__(0, 1.5))
+    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
+        loop.checks.read()
+
+
+def test_a_layer_that_has_gradients_in_its_turn_alone() -> None:
+    """Its results and gradients are the same, and no graph is left."""
+
+    has_gradients: list[bool] = []
+
+    class Several(Block):
+        def forward(self, hidden: torch.Tensor) -> Any:
+            if torch._C._current_graph_task_id() == -1:
+                has_gradients.append(torch.is_grad_enabled())
+            return super().forward(hidden), 3, hidden, hidden.detach().long()
+
+    def train(turns: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [Several(), Several()]
+        checks, reader = RunChecks(EmulatedDevice(0.0)), StateReader(layers[0], lambda _: ())
+        grads = []
+        for _ in range(4):
+            hidden = given = torch.ones(64, 64, requires_grad=True)
+            for key, layer in enumerate(layers):
+                run = checks.run(
+                    key, f"layer {key}", reader.read(), sees_saved=False, may_have_gradients=turns,
+                    forked=partial(torch.random.fork_rng, []), contexts=CONTEXTS,
+                )  # fmt: skip
+                hidden, three, same, whole = checkpoint(partial(untouched, run, layer), hidden, use_reentrant=True)
+                assert three == 3
+                assert "CheckpointFunction" in str(hidden.grad_fn)
+                assert whole.grad_fn is None
+                hidden = hidden + same
+            hidden.sum().backward()
+            assert given.grad is not None
+            grads += [given.grad, *(parameter.grad.clone() for layer in layers for parameter in layer.parameters())]
+        checks.read()
+        return grads
+
+    plain = train(turns=False)
+    assert not any(has_gradients)
+    has_gradients.clear()
+    assert all(map(torch.equal, train(turns=True), plain))
+    assert has_gradients == 2 * [True, False, False, True]
 
 
 def test_one_run_in_each_forward_is_compared_as_a_whole() -> None:
