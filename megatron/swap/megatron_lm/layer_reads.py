@@ -1,4 +1,4 @@
-"""What a Megatron layer reads and does when it runs again: attributes that are compared, random states, counts.
+"""The attributes of a Megatron layer that are compared before it runs again, and how it may run.
 
 Modules of Megatron and TransformerEngine are made to run again: their attributes are results of the present run (token
 dispatchers), or what their own checkpoints restore (scales of 8 bits). Of them, and of no others, attributes are left
