@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import pretrain_gpt_swap as program
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.training import get_args
+
+import pretrain_gpt_swap as program
 
 FIRST_ITERATION = 3
 

@@ -28,6 +28,7 @@ def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], 
     """
     of, mine = weakref.ref(checks), [weakref.ref(chunk) for chunk in chunks]
     known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    handles: list[RemovableHandle] = []
 
     def saves(*_: object) -> None:
         if (here := of()) is not None:
@@ -40,10 +41,11 @@ def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], 
             if not holds_params_of(optimizer, [chunk for one in mine if (chunk := one()) is not None]):
                 return
             known.add(optimizer)
-            optimizer.register_state_dict_pre_hook(saves)
+            handles.append(optimizer.register_state_dict_pre_hook(saves))
         here.before_step()
 
-    handles = [register_optimizer_step_pre_hook(steps), *(one.register_state_dict_pre_hook(saves) for one in chunks)]
+    handles += [one.register_state_dict_pre_hook(saves) for one in chunks]
+    handles.append(register_optimizer_step_pre_hook(steps))
 
     def end() -> None:
         for handle in handles:
