@@ -6,7 +6,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, Action, Site
+from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.profiling.observer import Observer
 from tests.engine import (
     HIDDEN,
@@ -300,3 +302,10 @@ def saved_recipes(loss: torch.Tensor) -> list:
                 if hasattr(data, "spec"):
                     found.append(data.spec)
     return found
+
+
+def test_a_forward_that_fails_ends_its_recording() -> None:
+    recomputer = Recomputer(*(Mock() for _ in range(5)))
+    with suppress(ValueError), recomputer.recording():
+        raise ValueError
+    assert not recomputer.is_recording

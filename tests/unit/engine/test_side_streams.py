@@ -6,6 +6,8 @@ The emulation's compute stream never lags behind its caller, so a copy that does
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from megatron.swap.engine.handle import Handle, StorageState
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.offload import Offloader
 from megatron.swap.engine.reload import Reloader
+from megatron.swap.engine.shared_state import SharedState
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.host import HostTier
 from tests.engine import EVERYTHING, plant_fault, save
@@ -219,3 +222,13 @@ def test_memory_belongs_to_the_stream_that_it_came_back_on():
     device.current = "main"
     manager.reload.fetch(handle, group, second)
     assert device.used == ["main"]
+
+
+def test_memory_that_nobody_took_is_freed_behind_its_copy_on_both_streams() -> None:
+    """The allocator gives it to the main stream's work next, whatever stream frees it."""
+    device = Recorder()
+    state = SharedState(device, Mock(), Mock(), Mock(), Mock())
+    device.current = "side"
+    state.orphans.append((torch.ones(1).untyped_storage(), "in#1"))
+    state.free_orphans()
+    assert {stream for stream, event in device.waits if event == "in#1"} == {"side", "main"}

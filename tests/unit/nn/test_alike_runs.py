@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import pytest
 import torch
 from megatron import swap
 from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
 
 from megatron.swap.common.types import GIB, UsageError
-from megatron.swap.nn import alike_runs
+from megatron.swap.engine.recomputed_run import RecomputedRunError
+from megatron.swap.nn import alike_runs, planned_boundary
 from megatron.swap.nn.alike_runs import LEAST_MEASURED, AlikeRuns, kind_of
 from megatron.swap.nn.planned_activations import PlannedActivations
 from megatron.swap.planner.profile import LayerClass, load_profile
@@ -91,6 +95,24 @@ def test_the_profile_is_that_of_all_layers(
     assert some.chunks == every.chunks
     assert some.non_layer.kept_gib == every.non_layer.kept_gib
     assert some.static_gib == every.static_gib
+
+
+class Dropping(Mlp):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().forward(hidden), 0.3)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_layers_that_run_again_drop_the_same(
+    no_room: list[tuple[int, ...]], is_missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_missing:
+        planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False)
+        monkeypatch.setattr(planned_boundary, "checkpoint", planted)
+    model = nn.Sequential(*(Dropping() for _ in range(6)))
+    with pytest.raises(RecomputedRunError) if is_missing else nullcontext():
+        trained(model, rows, 0.8)
+    assert any(no_room)
 
 
 def test_little_is_held_while_steps_are_measured(no_room: list[tuple[int, ...]]) -> None:

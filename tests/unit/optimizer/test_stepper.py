@@ -119,6 +119,8 @@ class Training:
 
     def steps(self, num_steps: int, without_gradient: int | None = None) -> Training:
         for _ in range(num_steps):
+            for group in self.optimizer.param_groups:  # a schedule
+                group["lr"] *= 0.75
             if self.stepper is not None:
                 self.stepper.end_materialize()  # materialized tensors are on the host, where a gradient is not
             for i, param in enumerate(self.params):

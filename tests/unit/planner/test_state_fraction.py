@@ -219,3 +219,12 @@ def test_flags_say_what_is_allowed() -> None:
         of_flags("--swap-optimizer", "some")
     with pytest.raises(UsageError, match=r"--swap-optimizer 1.5: must be a fraction of the state, 0 to 1"):
         of_flags("--swap-optimizer", "1.5")
+
+
+def test_copies_of_state_take_as_long_as_copies_in_both_directions() -> None:
+    profile = of_flags("--swap-optimizer", "auto")
+    link = profile.link
+    slow = replace(link, d2h_beside_h2d_gb_s=link.d2h_gb_s / 4, h2d_beside_d2h_gb_s=link.h2d_gb_s / 4)
+    profile = replace(profile, non_layer=replace(profile.non_layer, optimizer_ms=1e6))
+    one, other = with_fraction(profile, 0.0), with_fraction(replace(profile, link=slow), 0.0)
+    assert other.non_layer.optimizer_ms < one.non_layer.optimizer_ms
