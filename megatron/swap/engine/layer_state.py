@@ -1,9 +1,9 @@
 """The state that a layer may read beside its arguments, compared and put back when the layer runs again.
 
 A layer reads the dictionaries of its modules (attributes, parameters, buffers, submodules, hooks), the attributes of
-its classes, and what these hold, to a bounded depth. Numbers and strings count by value, tensors by
-identity and version, arrays and generators by contents, all else by identity. Globals, closures, iterators and changes
-that no version counts are not seen: checksums find those (``recomputed_run.py``).
+its classes, and what these hold, to a bounded depth. Numbers and strings count by value, tensors by identity and
+version, arrays and generators by contents, all else by identity. Globals, closures, iterators and changes that no
+version counts are not seen: checksums find those (``recomputed_run.py``).
 
 The contents of dictionaries, lists, sets and queues are put back while the layer runs again. What a tensor, an array or
 a generator holds cannot be.
@@ -360,7 +360,7 @@ def _differences(one: _Entries) -> Iterator[Change]:
 
 
 def set_back(changes: Sequence[Change]) -> None:
-    """Give the dictionaries of ``changes`` their earlier contents; all can be put back."""
+    """Give the owners of ``changes`` their earlier contents; all can be put back."""
     for change in changes:
         assert change.old is not None
         _set_contents(change.owner, change.old)
@@ -368,7 +368,7 @@ def set_back(changes: Sequence[Change]) -> None:
 
 @contextmanager
 def put_back(changes: Sequence[Change]) -> Iterator[None]:
-    """Return a context in which the dictionaries of ``changes`` have their earlier contents; all can be put back."""
+    """Return a context in which the owners of ``changes`` have their earlier contents; all can be put back."""
     now = [(change.owner, copy(change.owner)) for change in changes]
     set_back(changes)
     try:
