@@ -13,10 +13,10 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from benchmarks.faults.catalog import Fault
 from megatron.swap.common.leftovers import own_folder
 
 NOT_COPIED = {".git", ".venv", ".venv.lock", ".whl", ".data", ".hypothesis", ".ci", "build", "runs", "checkpoints"}
@@ -60,7 +60,16 @@ def copy_tree(root: Path, target: Path) -> None:
     shutil.copytree(root, target, symlinks=True, ignore=ignore)
 
 
-def run_trial(root: Path, fault: Fault | None, tests: Sequence[str], timeout_s: float) -> Outcome:
+class Change(Protocol):
+    """A fault, or a mutant."""
+
+    @property
+    def file(self) -> str: ...
+
+    def planted(self, root: Path) -> str: ...
+
+
+def run_trial(root: Path, fault: Change | None, tests: Sequence[str], timeout_s: float) -> Outcome:
     """Run ``tests`` in a copy of the tree at ``root`` with ``fault`` in it; ``None``: a control run.
 
     Raises:
