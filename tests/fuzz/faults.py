@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.engine import recomputed_run
+from megatron.swap.engine import run_prints
 from megatron.swap.engine.handle import Alias
 from megatron.swap.engine.layer_state import LayerState
 from megatron.swap.engine.offload import Offloader
@@ -57,14 +57,14 @@ def no_checksum() -> None:
 
 def checksum_of_a_part() -> None:
     """Only the first half of a tensor is compared."""
-    whole = recomputed_run.fingerprint
-    recomputed_run.fingerprint = lambda tensor: whole(tensor.reshape(-1)[: tensor.numel() // 2])  # type: ignore[assignment]
+    whole = run_prints.fingerprint
+    run_prints.fingerprint = lambda tensor: whole(tensor.reshape(-1)[: tensor.numel() // 2])  # type: ignore[assignment]
 
 
 def checksum_without_places() -> None:
     """A sum of all bytes is compared: elements may change places."""
-    whole = recomputed_run.fingerprint
-    recomputed_run.fingerprint = lambda tensor: whole(tensor).sum().reshape(1)  # type: ignore[assignment]
+    whole = run_prints.fingerprint
+    run_prints.fingerprint = lambda tensor: whole(tensor).sum().reshape(1)  # type: ignore[assignment]
 
 
 def flags_unread() -> None:

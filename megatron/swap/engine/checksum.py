@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -12,9 +13,11 @@ from megatron.swap.devices.plain_tensors import is_plain
 
 _BLOCK_BYTES = 64 << 10
 _NUM_PARTS = 127
-"""A prime, so that parts begin and end in the middle of rows."""
+"""Odd, so that equal changes in all parts do not cancel."""
 _ALIGNMENT = 4
 """Words at which parts begin, so that a GPU reads several at once."""
+_SMALL = 8192
+"""Words of a tensor that is its own fingerprint."""
 
 
 class VerifyError(SwapError):
@@ -40,20 +43,29 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return sums over all bytes of ``tensor``, which ``is_bytes``: 1-D, int64, on its device. Call it under no_grad.
 
-    The bytes are words in ``_NUM_PARTS`` equal parts, which overlap a little, and each sum is of the words at one place
-    of all parts. So a word that moves is found, unless it moves by parts, whose distance no row of a matrix has. The
-    sums take 1 % of the bytes. It reads the tensor once, and copies it only if its elements have no order without gaps.
-    It is one kernel: each takes the host 5 us and the device 3, and a layer that runs again has two fingerprints.
+    The bytes are words in ``_NUM_PARTS`` equal parts, which overlap, and each sum is of the words at one place of all
+    parts. So a word that moves is found, unless it moves by a multiple of the distance between parts. That has no
+    common factor with the length of a row, so no row of more than 4 KiB moves so, and a shorter one only by certain
+    numbers of rows. The sums take 1 % of the bytes. It reads the tensor once, and copies it only if it is small or if
+    its elements have no order without gaps. It is one kernel: each takes the host 5 us and the device 3, and a layer
+    that runs again has two fingerprints.
     """
-    words = _words(tensor)
-    distance = words.numel() // _NUM_PARTS // _ALIGNMENT * _ALIGNMENT
+    words, row = _words(tensor)
+    if words.numel() <= _SMALL:
+        return words.to(torch.int64, copy=True)
+    distance = (words.numel() // _NUM_PARTS // _ALIGNMENT - 1 | 1) * _ALIGNMENT  # times an odd number
+    while gcd(distance, row) > _ALIGNMENT or words.numel() % distance == 0:  # else a roll by it would move whole parts
+        distance -= 2 * _ALIGNMENT
     length = words.numel() - (_NUM_PARTS - 1) * distance
     parts = words.as_strided((_NUM_PARTS, length), (distance, 1), words.storage_offset())
     return parts.sum(0, dtype=torch.int64)
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of ``tensor`` as 1-D words: of 8 bytes if they can be, else of one element, or of one byte."""
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the bytes of ``tensor`` as 1-D words: of 8 bytes if they can be, else of one element, or of one byte.
+
+    Also returns how many of these a row has: the elements that are next to each other.
+    """
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
@@ -63,10 +75,13 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order).contiguous()  # a transposed tensor is not copied
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor).flatten(-2)
     size = tensor.element_size()
     is_whole = tensor.storage_offset() * size % 8 == 0 and tensor.numel() * size % 8 == 0
-    return tensor.view(-1).view(torch.int64 if is_whole else _WORDS[size])
+    row = tensor.shape[-1] if tensor.dim() else 1
+    if is_whole:
+        return tensor.view(-1).view(torch.int64), max(1, row * size // 8)
+    return tensor.view(-1).view(_WORDS[size]), row
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

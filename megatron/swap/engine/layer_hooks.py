@@ -192,7 +192,8 @@ class BoundaryOptions:
         on_run_without_grad: called with the layer's number when the layer runs without gradients.
         is_idle: asked before each forward; if true, the layer runs as if it had no boundary.
         attributes: as for ``StateReader``.
-        forked, may_have_gradients: as for ``RunChecks.run``.
+        forked, may_have_gradients, is_well_known: as for ``RunChecks.run``.
+        first_run: makes a context for the run in forward of a layer that runs again.
     """
 
     hooked: bool
@@ -201,6 +202,8 @@ class BoundaryOptions:
     attributes: Attributes = lambda _: None
     forked: Callable[[], AbstractContextManager[None]] | None = None
     may_have_gradients: bool = False
+    is_well_known: bool = False
+    first_run: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class LayerBoundary(NotCopied):
@@ -332,14 +335,15 @@ class LayerBoundary(NotCopied):
         ranges = self._manager.ranges
         others = [one for one in (*args, *kwargs.values()) if not _needs_gradient(one)]
         checked = self._saved_tensors.checked_run(
-            self.layer, f"layer {self.layer}", self._reader.read(others), sees_saved=False,
-            may_have_gradients=self._options.may_have_gradients, forked=self._options.forked,
+            self.module, f"layer {self.layer}", self._reader.read(others), sees_saved=False,
+            may_have_gradients=self._options.may_have_gradients, is_well_known=self._options.is_well_known,
+            forked=self._options.forked,
         )  # fmt: skip
 
         def run(*args: Any, **kwargs: Any) -> Any:
             again = in_backward()
             with (
-                ranges.storage("recompute", group) if again else nullcontext(),
+                ranges.storage("recompute", group) if again else self._options.first_run(),
                 self._saved_tensors.untouched(observed=not again),
             ):
                 return checked(self._inner, *args, **kwargs)

@@ -5,8 +5,8 @@ its classes, and what these hold, to a bounded depth. Numbers and strings count 
 version, arrays and generators by contents, all else by identity. Globals, closures, iterators and changes that no
 version counts are not seen: checksums find those (``recomputed_run.py``).
 
-The contents of dictionaries, lists, sets and queues are put back while the layer runs again. What a tensor, an array or
-a generator holds cannot be.
+The contents of dictionaries, lists, sets, queues and slots are put back while the layer runs again. What a tensor, an
+array or a generator holds cannot be.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import array
 import functools
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
@@ -327,7 +326,17 @@ class _Slots(Mapping[Any, Any]):
         return sum(1 for _ in self)
 
     def __getitem__(self, key: Any) -> Any:
+        if key not in self.names or not hasattr(self.of, key):
+            raise KeyError(key)
         return getattr(self.of, key)
+
+    def replace(self, values: Mapping[str, Any]) -> None:
+        """Give the slots these values. What has none is unset."""
+        for name in tuple(self):
+            if name not in values:
+                object.__delattr__(self.of, name)
+        for name, value in values.items():
+            object.__setattr__(self.of, name, value)  # also of a frozen dataclass
 
 
 def _changed_entries(structure: _Structure) -> Iterator[Change]:
@@ -356,7 +365,7 @@ def _differences(one: _Entries) -> Iterator[Change]:
     if isinstance(owner, _Some):
         owner = owner.of
         was |= {key: value for key, value in owner.items() if key not in one.owner}
-    yield Change(path, owner, was if isinstance(owner, dict) else None)
+    yield Change(path, owner, was if isinstance(owner, (dict, _Slots)) else None)
 
 
 def set_back(changes: Sequence[Change]) -> None:
@@ -369,23 +378,36 @@ def set_back(changes: Sequence[Change]) -> None:
 @contextmanager
 def put_back(changes: Sequence[Change]) -> Iterator[None]:
     """Return a context in which the owners of ``changes`` have their earlier contents; all can be put back."""
-    now = [(change.owner, copy(change.owner)) for change in changes]
-    set_back(changes)
+    now = [(change.owner, _contents_of(change.owner)) for change in changes]
     try:
+        set_back(changes)
         yield
     finally:
         for owner, contents in now:
             _set_contents(owner, contents)
 
 
+def _contents_of(owner: Any) -> Any:
+    return dict(owner.items()) if isinstance(owner, (dict, _Slots)) else tuple(owner)
+
+
 def _set_contents(owner: Any, contents: Any) -> None:
-    if isinstance(owner, list):
-        owner[:] = contents
-    elif isinstance(owner, dict) and list(owner) == list(contents):
-        owner.update(contents)
-    else:  # in their order: that of hooks counts
-        owner.clear()
-        (owner.extend if isinstance(owner, deque) else owner.update)(contents)
+    """Replace the contents of ``owner``, by the methods of its base: those of a ``Counter`` add, others may raise."""
+    if isinstance(owner, _Slots):
+        owner.replace(contents)
+    elif isinstance(owner, dict):  # in their order: that of hooks counts
+        base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+        base.clear(owner)
+        for key, value in contents.items():
+            base.__setitem__(owner, key, value)
+    elif isinstance(owner, list):
+        list.__setitem__(owner, slice(None), contents)
+    elif isinstance(owner, set):
+        set.clear(owner)
+        set.update(owner, contents)
+    else:
+        deque.clear(owner)
+        deque.extend(owner, contents)
 
 
 def _are_same(one: Any, other: Any) -> bool:

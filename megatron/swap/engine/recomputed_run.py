@@ -17,26 +17,22 @@ deterministic (atomic additions of a GPU). Such a layer is compared within a tol
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.swap.common.types import Site, SwapError, UsageError
 from megatron.swap.devices.base import Device, Event, bytes_of
 from megatron.swap.devices.host_writes import write_to_host
-from megatron.swap.engine.checksum import fingerprint, parts_of, sums
+from megatron.swap.engine.checksum import fingerprint
 from megatron.swap.engine.layer_state import LayerState, put_back, set_back
 from megatron.swap.engine.run_context import RunContext
+from megatron.swap.engine.run_prints import Prints
 from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext, innermost_hooks
 
-LEAST_TOLERANCE = 2.0**-13
-"""The least tolerance, of fp32: a sum may be rounded in each of thousands of additions."""
-SEED_BYTES = 16
 NO_PURE_FUNCTION = (
     "It is no pure function: it reads what cannot be compared (a global, a closure, an iterator), or calls a function "
     "that was replaced."
@@ -63,6 +59,9 @@ class _Known:
         is_tried: it has run twice in a backward.
         is_exact: its kernels are deterministic, as far as is known.
         saves_others: it has saved another number of tensors than expected, so all of them are compared.
+        has_had_gradients: it has run with gradients in a forward that has none.
+        takes_gradient: it takes one in its own forward, for which autograd needs what it saves.
+        changes_itself: a run with gradients changes what it reads.
     """
 
     index: int
@@ -72,89 +71,9 @@ class _Known:
     is_tried: bool = False
     is_exact: bool = True
     saves_others: bool = False
-
-
-class Prints:
-    """Fingerprints of tensors, in their order.
-
-    Args:
-        wanted: numbers of the tensors that have one; ``None``: all.
-        is_exact: of all bytes.
-        is_loose: of values, for a comparison within a tolerance.
-        unwatched: as in ``Contexts``.
-
-    Attributes:
-        kinds: shape and dtype of each tensor.
-    """
-
-    def __init__(
-        self,
-        wanted: Collection[int] | None,
-        unwatched: Callable[[], AbstractContextManager[Any]],
-        *,
-        is_exact: bool,
-        is_loose: bool,
-    ) -> None:
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
-        self.is_exact, self.is_loose = is_exact, is_loose
-        self._wanted = wanted
-        self._unwatched = unwatched
-        self._exact: dict[torch.device, list[torch.Tensor]] = {}
-        self._loose: list[tuple[torch.Tensor, float]] = []  # sums of values, and the tolerance of their dtype
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """Take the next tensor."""
-        number = len(self.kinds)
-        self.kinds.append((tensor.shape, tensor.dtype))
-        if number not in self._wanted if self._wanted is not None else _is_left_out(tensor):
-            return
-        with self._unwatched(), torch.no_grad():
-            for part in parts_of(tensor):
-                if self.is_exact:
-                    self._exact.setdefault(part.device, []).append(fingerprint(part))
-                if self.is_loose and part.is_floating_point():
-                    self._loose.append((sums(part), tolerance_of(part.dtype)))
-
-    def differ(self, other: Prints) -> torch.Tensor | None:
-        """Return whether any byte differs: 0-D bool; ``None``: there are no fingerprints.
-
-        The kinds of both are equal, so the fingerprints have the same sizes.
-        """
-        return _any(
-            (_joined(mine) != _joined(other._exact[device])).any() for device, mine in self._exact.items()
-        )
-
-    def are_far(self, other: Prints) -> torch.Tensor | None:
-        """Return whether values differ by more than the tolerance, as ``differ``."""
-        return _any(
-            ~((one - another).norm() <= tolerance * another.norm())
-            for (one, tolerance), (another, _) in zip(
-                ((one.nan_to_num(), tolerance) for one, tolerance in self._loose),
-                ((one.nan_to_num(), tolerance) for one, tolerance in other._loose), strict=True,
-            )
-        )  # fmt: skip
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)  # most runs compare one tensor: a kernel less
-
-
-def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return whether one of ``flags`` is true; ``None``: there are none. Some may be on the CPU."""
-    found = [flag for flag in flags if flag is not None]
-    return functools.reduce(operator.or_, found) if found else None
-
-
-def _is_left_out(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a weight, or may be a seed or workspace, of which kernels leave bytes unset."""
-    is_small = not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES
-    owner = tensor if tensor._base is None else tensor._base
-    return type(owner) is torch.nn.Parameter or is_small or tensor.dtype is torch.uint8
-
-
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Return by how much the sums of values may differ, relative to their norm, where kernels are not deterministic."""
-    return max(4 * torch.finfo(dtype).eps, LEAST_TOLERANCE)
+    has_had_gradients: bool = False
+    takes_gradient: bool = False
+    changes_itself: bool = False
 
 
 class Print(NamedTuple):
@@ -209,6 +128,7 @@ class RunChecks:
         num_saved: int | None = None,
         sees_saved: bool,
         may_have_gradients: bool = False,
+        is_well_known: bool = False,
         is_exact: bool = True,
         forked: Callable[[], AbstractContextManager[None]] | None,
         contexts: Contexts,
@@ -224,7 +144,8 @@ class RunChecks:
             num_saved: how many tensors the layer is expected to save.
             sees_saved: saved tensors are compared, not the result.
             may_have_gradients: with ``sees_saved`` off, the layer may run with gradients in forward when it is its
-                turn: it does nothing else than without.
+                turn: it does nothing else than without, unless a run with gradients is seen to change what it reads.
+            is_well_known: no such change is possible, so that the layer may have gradients before any was seen.
             is_exact: no kernel of the layer is known not to be deterministic.
             forked: makes a context behind which random states are as before it; ``None``: the layer cannot run twice.
             contexts: for what is compared.
@@ -233,7 +154,8 @@ class RunChecks:
         if known.is_exact and not is_exact:
             self.is_not_deterministic(known)
         places = None if known.saves_others else in_turn if is_turn else saved
-        sees_all = may_have_gradients and is_turn
+        sees_all = may_have_gradients and (is_turn if known.is_tried else is_well_known)
+        sees_all &= not (known.takes_gradient or known.changes_itself)
         return CheckedRun(self, known, state, places, num_saved, sees_saved, sees_all, forked, contexts)
 
     def print_in_turn(self, site: Site, number: int, storage: torch.UntypedStorage) -> Print | None:
@@ -370,20 +292,45 @@ class CheckedRun:
         changes = self.state.changes()
         if stuck := [change.where for change in changes if change.old is None]:
             raise UsageError(f"{known.name} runs again in backward, but {stuck[0]} changed since forward. {WAY_OUT}")
-        with self.context.restored(), put_back(changes):
-            return self._again(self.first, function, args, kwargs)
+        with self.context.restored():
+            trial = None
+            if not known.is_tried and self.forked is not None:
+                with put_back(changes):
+                    trial = self._trial(self.forked, function, args, kwargs)
+            with put_back(changes):
+                result = self._again(self.first, trial, function, args, kwargs)
+                if trial is not None:
+                    known.changes_itself = bool(self.state.changes())
+                return result
 
     def _prints(self, *, is_exact: bool, is_loose: bool) -> Prints:
-        return Prints(self.saved, self.contexts.unwatched, is_exact=is_exact, is_loose=is_loose)
+        return Prints(
+            self.saved, self.contexts.unwatched, is_exact=is_exact, is_loose=is_loose, has_workspaces=not self.sees_all
+        )
 
-    def _again(self, first: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        trial = None
-        if not self.known.is_tried and self.forked is not None:
-            trial = self._prints(is_exact=True, is_loose=False)
-            # Gradients are for who takes one in the layer's forward. The graph is gone before the second run begins.
-            sees_any = self.sees_saved or self.sees_all
-            with self.forked(), self.contexts.untouched() if sees_any else torch.no_grad():
-                self._printed(trial, function, args, kwargs)
+    def _trial(
+        self,
+        forked: Callable[[], AbstractContextManager[None]],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Prints:
+        """Run once more than needed: two runs in a backward show whether kernels are deterministic."""
+        trial = self._prints(is_exact=True, is_loose=False)
+        # Gradients are for who takes one in the layer's forward. The graph is gone before the second run begins.
+        has_gradients = self.sees_saved or self.sees_all
+        with forked(), self.contexts.untouched() if has_gradients else torch.no_grad():
+            self._printed(trial, function, args, kwargs)
+        return trial
+
+    def _again(
+        self,
+        first: Prints,
+        trial: Prints | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         again = self._prints(is_exact=first.is_exact, is_loose=first.is_loose)
         try:
             result = self._printed(again, function, args, kwargs)
@@ -417,17 +364,32 @@ class CheckedRun:
     def _printed_without_graph(
         self, prints: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the layer with gradients, in a context that has none: what autograd saves is seen, and dropped."""
+        """Run the layer with gradients, in a context that has none: what autograd saves is seen, and dropped.
 
-        def dropped(_: None) -> NoReturn:
+        The first time it is held until the layer's end, to learn whether the layer itself takes a gradient.
+        """
+        held: list[torch.Tensor | None] = []
+        holds, self.known.has_had_gradients = not self.known.has_had_gradients, True
+
+        def pack(tensor: torch.Tensor) -> int:
+            prints.add(tensor)
+            held.append((tensor if tensor.is_leaf else tensor.detach()) if holds else None)
+            return len(held) - 1
+
+        def unpack(place: int) -> torch.Tensor:
+            if place < len(held) and (tensor := held[place]) is not None:
+                self.known.takes_gradient = True
+                return tensor
             raise UsageError(
-                f"{self.known.name} takes a gradient in its own forward, and is recomputed whole. Swap it, or leave it "
-                "out (--swap-layers)."
+                f"{self.known.name} is recomputed whole, and gives autograd more than its result (an attribute that "
+                "the loss reads), or takes a gradient in its own forward now and then. Return it in the result, swap "
+                "the layer, or leave it out (--swap-layers)."
             )
 
-        with torch.enable_grad(), HooksContext(Hooks(prints.add, dropped), has_around=True):
+        with torch.enable_grad(), HooksContext(Hooks(pack, unpack), has_around=True):
             result = function(*args, **kwargs)
             _add_result(prints, result)
+        held.clear()
         return tuple(map(_detached, result)) if isinstance(result, tuple) else _detached(result)
 
     def _compare(self, first: Prints, again: Prints, trial: Prints | None) -> None:

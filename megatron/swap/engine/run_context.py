@@ -125,8 +125,8 @@ class RunContext(NamedTuple):
             if (self.autocast, self.caches_casts) != (now.autocast, now.caches_casts):
                 for kind, (is_on, dtype) in zip(AUTOCAST_DEVICES, self.autocast, strict=True):
                     if torch.amp.is_autocast_available(kind) and (is_on or torch.is_autocast_enabled(kind)):
-                        # Autocast's own context, since that drops its casts of weights in the end.
+                        # Autocast's own context drops its casts of weights, unless another one is around it.
                         undo.enter_context(torch.autocast(kind, dtype, is_on, self.caches_casts))
-            if self.device is not None and self.device != now.device:
-                undo.enter_context(self.device)
+            if self.device != now.device:
+                undo.enter_context(self.device or torch.device("cpu"))
             yield

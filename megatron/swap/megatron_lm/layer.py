@@ -34,7 +34,13 @@ from megatron.swap.engine.policy import Policy, matches
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.megatron_lm.layer_checkpoint import check_full_recomputation, layer_checkpoint
-from megatron.swap.megatron_lm.layer_reads import attributes_read, forked_random_states, may_have_gradients
+from megatron.swap.megatron_lm.layer_reads import (
+    attributes_read,
+    first_run,
+    forked_random_states,
+    is_well_known,
+    may_have_gradients,
+)
 from megatron.swap.megatron_lm.producers import Producers
 
 
@@ -158,6 +164,8 @@ class Boundaries:
                             attributes=attributes_read,
                             forked=forked_random_states(layer.config),
                             may_have_gradients=may_have_gradients(layer),
+                            is_well_known=is_well_known(layer),
+                            first_run=first_run(layer),
                         ),
                         checkpoint=checkpoint,
                     )

@@ -8,20 +8,23 @@ out. The result is compared all the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.router import Router
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+MADE_TO_RUN_AGAIN = ("megatron", "transformer_engine")
 OF_ALL_MODULES = frozenset(vars(nn.Module())) | {"forward"}
 """Attributes that every module has, ``training`` and the hooks among them, and a ``forward`` that was overridden."""
 
 
 def attributes_read(module: nn.Module) -> Collection[str] | None:
     """Return the attributes of ``module`` that are compared; ``None``: all."""
-    if type(module).__module__.partition(".")[0] not in ("megatron", "transformer_engine"):
+    if not _is_of(module, *MADE_TO_RUN_AGAIN):
         return None
     # A router counts tokens in the run that has gradients, which is the second one.
     return OF_ALL_MODULES - {"_buffers"} if isinstance(module, Router) else OF_ALL_MODULES
@@ -43,6 +46,37 @@ def may_have_gradients(layer: nn.Module) -> bool:
     on them.
     """
     config: Any = layer.config
-    if config.fp8 or config.fp4 or getattr(config, "experimental_attention_variant", None) == "dsa":
+    if config.fp8 or config.fp4 or getattr(config, "quant_recipe", None) is not None:
         return False
-    return not any(isinstance(module, Router) for module in layer.modules())
+    if getattr(config, "experimental_attention_variant", None) == "dsa":
+        return False
+    return not any(isinstance(one, Router) for one in layer.modules())
+
+
+def is_well_known(layer: nn.Module) -> bool:
+    """Return whether no module of the layer is the user's, which may count too."""
+    return all(_is_of(module, "torch", *MADE_TO_RUN_AGAIN) for module in layer.modules())
+
+
+class _SortedTopK(TorchFunctionMode):
+    """Lets ``torch.topk`` sort, as Megatron's router asks for in a forward with gradients alone (``moe_utils.py``).
+
+    Scores of more than two experts are summed in the order of ``topk``. So without it a layer that runs again would
+    give other bits than in forward, and than in a run that recomputes nothing.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **{**(kwargs or {}), **({"sorted": True} if function is torch.topk else {})})
+
+
+def first_run(layer: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes a context in which a forward without gradients computes what one with gradients does."""
+    config: Any = layer.config
+    # A checkpoint of Megatron's around the experts has no gradients either way.
+    is_inside = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+    has_router = any(isinstance(one, Router) for one in layer.modules())
+    return _SortedTopK if has_router and not is_inside else nullcontext
+
+
+def _is_of(module: nn.Module, *packages: str) -> bool:
+    return type(module).__module__.partition(".")[0] in packages

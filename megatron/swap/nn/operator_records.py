@@ -26,7 +26,7 @@ from megatron.swap.common.types import Site
 from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.producer_records import of_tensors_alone
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.engine.recomputed_run import SEED_BYTES
+from megatron.swap.engine.run_prints import SEED_BYTES
 from megatron.swap.native.operator_following import Following
 from megatron.swap.nn.compared_tensors import Compared, Flow, Saved, compared
 from megatron.swap.nn.module_boundary import tensors_in

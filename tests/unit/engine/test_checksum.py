@@ -87,21 +87,40 @@ def test_every_byte_of_a_fingerprint_counts(form: str, num_bytes: int) -> None:
         assert not torch.equal(first, fingerprint(changed)), place
 
 
-@pytest.mark.parametrize("num_words", [1, 507, 508, 509, 1066])
+@pytest.mark.parametrize("num_words", [1, 8191, 8192, 8193, 9000])
 def test_each_word_is_in_a_part(num_words: int) -> None:
-    words = torch.eye(num_words, dtype=torch.int64)
-    assert all(fingerprint(words[place]).any() for place in range(num_words))
+    words = torch.zeros(num_words, dtype=torch.int64)
+    for place in range(0, num_words, 1 if num_words > 8999 else 97):
+        words[place] = 1
+        assert fingerprint(words).any()
+        words[place] = 0
 
 
-def test_a_fingerprint_shows_what_changes_places() -> None:
-    original = data(3 << 20).view(torch.bfloat16).view(512, 12, 256).nan_to_num()
+SHAPES = [
+    (512, 12, 256), (127, 1024), (127, 2, 1024), (129 * 127, 16), (64, 2, 64), (128, 4, 132), (126, 2048), (128, 2048),
+    (508, 252), (8, 4, 127, 127), (1000, 1000), (5, 7, 11, 13), (65536, 8), (40000, 20), (128, 16, 60),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_fingerprint_shows_what_changes_places(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    numbers = torch.Generator().manual_seed(2)
+    original = torch.randn(shape, generator=numbers).to(dtype)
     first = fingerprint(original)
-    heads = torch.randperm(12, generator=torch.Generator().manual_seed(2))
-    for moved in (
-        original.roll(1, 0), original.roll(128, 0), original.roll(1, 1), original.roll(4, 2), original.flip(0),
-        original[:, heads], original.transpose(0, 1).contiguous(),
-    ):  # fmt: skip
-        assert not torch.equal(first, fingerprint(moved))
+    for dim, size in enumerate(shape):
+        order = torch.randperm(size, generator=numbers).roll(1) if size > 2 else torch.tensor([1, 0])
+        moved = [original.roll(by, dim) for by in (1, 2, size // 2, size // 3, 127 % size, 129 % size) if by % size]
+        moved += [original.flip(dim), original.index_select(dim, order)]
+        for one in moved:
+            assert not torch.equal(first, fingerprint(one)), dim
+        for one, other in ((0, size - 1), (0, size // 2), (size // 4, size // 2)):
+            if one != other:
+                order = torch.arange(size)
+                order[one], order[other] = other, one
+                assert not torch.equal(first, fingerprint(original.index_select(dim, order))), (dim, one, other)
+    if shape[0] == shape[-1]:
+        assert not torch.equal(first, fingerprint(original.transpose(0, -1).contiguous()))
 
 
 def test_an_expanded_tensor_is_read_once() -> None:

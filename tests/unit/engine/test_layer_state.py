@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import typing
-from collections import OrderedDict, UserDict, deque
+from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,25 @@ from megatron.swap.engine.layer_state import MAX_BYTES, MAX_ITEMS, MAX_READ, Sta
 
 
 class Slotted:
-    __slots__ = ("count", "value")
+    __slots__ = ("count", "more", "value")
 
     def __init__(self) -> None:
-        self.count, self.value = 0, [0]
+        self.count, self.more, self.value = 0, 0, [0]
+
+
+class OwnSet(set[int]):
+    def __init__(self, first: int) -> None:
+        super().__init__([first])
+
+
+class OwnList(list[int]):
+    def __copy__(self) -> OwnList:
+        raise TypeError
+
+
+class OwnDict(dict[str, int]):
+    def __setitem__(self, key: str, value: int) -> None:
+        raise TypeError
 
 
 class Layer(nn.Module):
@@ -36,6 +51,8 @@ class Layer(nn.Module):
         self.number, self.text, self.shape = 1000, "a", torch.Size([1000])
         self.items, self.names, self.queue = [1, [2]], {1}, deque([1])
         self.table = {"a": {"b": 1}}
+        self.counter, self.ordered = Counter(a=1), OrderedDict(b=1, a=1)
+        self.own_set, self.own_list, self.own_dict = OwnSet(1), OwnList([1]), OwnDict(a=1)
         self.frozen = (1, [2])
         self.object, self.slotted = SimpleNamespace(inner=SimpleNamespace(value=1)), Slotted()
         self.python, self.numpy, self.torch = random.Random(1), np.random.default_rng(1), torch.Generator()
@@ -51,7 +68,6 @@ IN_PLACE: dict[str, tuple[Callable[[Layer], object], str]] = {
     "Python's numbers": (lambda layer: layer.python.random(), "python"),
     "NumPy's numbers": (lambda layer: layer.numpy.random(), "numpy"),
     "PyTorch's numbers": (lambda layer: torch.rand(1, generator=layer.torch), "torch"),
-    "a slot": (lambda layer: setattr(layer.slotted, "count", 1), "slotted.count"),
     "an attribute of the class": (lambda layer: setattr(type(layer), "of_class", type(layer).of_class + 1),
                                   "Layer.of_class"),
 }  # fmt: skip
@@ -64,6 +80,13 @@ REPLACED: dict[str, tuple[Callable[[Layer], object], str]] = {
     "a list in a tuple": (lambda layer: layer.frozen[1].append(3), "frozen"),
     "a list in a partial function": (lambda layer: layer.partial.args[0].append(1), "partial"),
     "a list in a slot": (lambda layer: layer.slotted.value.append(1), "slotted.value"),
+    "a slot": (lambda layer: setattr(layer.slotted, "count", 1), "slotted.count"),
+    "a slot that is unset": (lambda layer: delattr(layer.slotted, "more"), "slotted.more"),
+    "a counter": (lambda layer: layer.counter.update(a=2), "counter.a"),
+    "a set of the user": (lambda layer: layer.own_set.add(2), "own_set"),
+    "a list of the user": (lambda layer: list.append(layer.own_list, 2), "own_list"),
+    "a dictionary that refuses": (lambda layer: dict.__setitem__(layer.own_dict, "a", 2), "own_dict.a"),
+    "an ordered dictionary": (lambda layer: layer.ordered.update(c=2), "ordered.c"),
     "a text": (lambda layer: setattr(layer, "text", "b"), "text"),
     "a tensor": (lambda layer: setattr(layer, "tensor", torch.zeros(2)), "tensor"),
     "a weight": (lambda layer: setattr(layer.linear, "weight", nn.Parameter(torch.ones(4, 4))),
@@ -119,6 +142,9 @@ def contents(layer: nn.Module) -> list[Any]:
     found: list[Any] = [{key: id(value) for key, value in owner.items()} for owner in owners]
     if isinstance(layer, Layer):
         others = [layer.items, layer.names, layer.queue, layer.frozen, layer.partial.args, layer.slotted.value]
+        others += [layer.slotted.count, getattr(layer.slotted, "more", None), layer.counter, layer.own_set]
+        others += [layer.own_list, layer.own_dict]
+        others += [layer.ordered, list(reversed(layer.ordered))]
         found.append(repr(others))
     return found
 

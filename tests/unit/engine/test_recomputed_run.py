@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.engine.layer_state import StateReader
 from megatron.swap.engine.recomputed_run import Contexts, RecomputedRunError, RunChecks
 from tests.engine import HIDDEN, Engine, Layer, forward, loss_of, one_after_the_other, stack, train_step
@@ -72,11 +73,8 @@ class Loop:
         return hidden.grad
 
 
-KINDS = pytest.mark.parametrize(
-    "kind",
-    [{}, {"use_reentrant": True}, {"use_reentrant": True, "may_have_gradients": True}],
-    ids=["saved tensors", "results", "both"],
-)
+BOTH = {"use_reentrant": True, "may_have_gradients": True, "is_well_known": True}
+KINDS = pytest.mark.parametrize("kind", [{}, {"use_reentrant": True}, BOTH], ids=["saved tensors", "results", "both"])
 
 
 @KINDS
@@ -201,14 +199,109 @@ def test_a_gradient_within_the_forward() -> None:
     loop.checks.read()
 
 
-def test_a_gradient_within_a_forward_whose_graph_is_dropped() -> None:
-    class Inner(Block):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            (grad,) = torch.autograd.grad(super().forward(hidden).square().sum(), hidden, create_graph=True)
-            return grad
+class TakesGradient(Block):
+    """Takes one in its own forward, always or where ``FACTOR`` says so."""
 
-    with pytest.raises(UsageError, match="layer 0 takes a gradient in its own forward"):
-        Loop(Inner(), use_reentrant=True, may_have_gradients=True).step()
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            given = hidden.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(super().forward(given).square().sum(), given, create_graph=True)
+        return super().forward(hidden) + grad.detach()
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_reentrant": True}, BOTH], ids=["saved tensors", "results", "both"])
+def test_a_layer_that_takes_a_gradient_in_its_own_forward(kind: dict[str, bool]) -> None:
+    loop, plain = Loop(TakesGradient(), **kind), torch.ones(64, 64, requires_grad=True)
+    loop.block(plain).sum().backward()
+    for _ in range(3):
+        assert torch.equal(loop.step(), plain.grad)  # type: ignore[arg-type]
+        loop.checks.read()
+
+
+def test_a_result_beside_the_result_is_refused() -> None:
+    """A loss that reads an attribute of the layer would lose its gradient."""
+
+    class Aside(Block):
+        aside = torch.zeros(())
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            result = super().forward(hidden)
+            if not in_backward():
+                self.aside = result.square().mean()
+            return result
+
+    loop = Loop(Aside(), **BOTH)
+    with pytest.raises(UsageError, match="layer 0 is recomputed whole, and gives autograd more than its result"):
+        loop.step(lambda: loop.block.aside.backward())  # type: ignore[operator]
+
+
+def test_a_layer_that_counts_itself_is_put_back_between_its_two_runs() -> None:
+    class Counting(Block):
+        count, seen = 0, [0]
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            self.seen = [*self.seen, self.count]
+            return super().forward(hidden) * (1 + 0.01 * self.count) * len(self.seen)
+
+    for kind in ({}, {"use_reentrant": True}, BOTH):
+        loop = Loop(Counting(), **kind)
+        for step in range(1, 4):
+            loop.step()
+            loop.checks.read()
+            assert loop.block.count == step
+
+
+def test_a_layer_that_counts_in_runs_with_gradients_has_none_in_its_turn() -> None:
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                self.seen += 1
+            return super().forward(hidden)
+
+    loop = Loop(Counting(), use_reentrant=True, may_have_gradients=True, forked=partial(torch.random.fork_rng, []))
+    for step in range(1, 5):
+        loop.step()
+        loop.checks.read()
+        assert loop.block.seen == step
+
+
+class SavesBytes(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Masked.apply(hidden)
+
+
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.full_like(hidden, FACTOR[0]).to(torch.uint8))
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0]
+
+
+def test_saved_bytes_count_where_no_workspaces_are_saved() -> None:
+    loop = Loop(SavesBytes(), **BOTH)
+    loop.step()
+    loop.step(lambda: FACTOR.__setitem__(0, 2.0))
+    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
+        loop.checks.read()
+
+
+class Turned(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.t() if FACTOR[0] > 1 else hidden * 1.0
+
+
+def test_strides_count() -> None:
+    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
+        Loop(Turned(), use_reentrant=True).step(lambda: FACTOR.__setitem__(0, 1.5))
 
 
 class ReadsInBackward(torch.autograd.Function):
@@ -231,7 +324,7 @@ class OfBackwardAlone(nn.Module):
         return self.linear(ReadsInBackward.apply(hidden)).sin()
 
 
-@pytest.mark.parametrize("kind", [{}, {"use_reentrant": True, "may_have_gradients": True}], ids=["saved", "both"])
+@pytest.mark.parametrize("kind", [{}, BOTH], ids=["saved", "both"])
 def test_what_only_a_backward_reads(kind: dict[str, bool]) -> None:
     loop = Loop(OfBackwardAlone(), **kind)
     loop.step()
@@ -260,7 +353,7 @@ def test_a_layer_that_has_gradients_in_its_turn_alone() -> None:
             hidden = given = torch.ones(64, 64, requires_grad=True)
             for key, layer in enumerate(layers):
                 run = checks.run(
-                    key, f"layer {key}", reader.read(), sees_saved=False, may_have_gradients=turns,
+                    key, f"layer {key}", reader.read(), sees_saved=False, may_have_gradients=turns, is_well_known=turns,
                     forked=partial(torch.random.fork_rng, []), contexts=CONTEXTS,
                 )  # fmt: skip
                 hidden, three, same, whole = checkpoint(partial(untouched, run, layer), hidden, use_reentrant=True)
@@ -278,7 +371,7 @@ def test_a_layer_that_has_gradients_in_its_turn_alone() -> None:
     assert not any(has_gradients)
     has_gradients.clear()
     assert all(map(torch.equal, train(turns=True), plain))
-    assert has_gradients == 2 * [True, False, False, True]
+    assert has_gradients == [True, True, False, True, True, False, False, True]  # both at first
 
 
 def test_one_run_in_each_forward_is_compared_as_a_whole() -> None:

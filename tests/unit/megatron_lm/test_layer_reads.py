@@ -6,15 +6,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from megatron.swap.megatron_lm.layer_reads import attributes_read, forked_random_states, may_have_gradients
+from megatron.swap.megatron_lm.layer_reads import (
+    attributes_read,
+    first_run,
+    forked_random_states,
+    is_well_known,
+    may_have_gradients,
+)
 
 
 def layer(*modules: nn.Module, **options: Any) -> Any:
     made = nn.Sequential(*modules)
-    vars(made)["config"] = SimpleNamespace(**{"fp8": None, "fp4": None, **options})
+    given = {"fp8": None, "fp4": None, "recompute_granularity": None, "recompute_modules": None, **options}
+    vars(made)["config"] = SimpleNamespace(**given)
     return made
 
 
@@ -48,3 +57,37 @@ def test_buffers_of_a_router_are_counts() -> None:
 def test_scales_are_those_of_one_run() -> None:
     assert forked_random_states(layer(fp8="hybrid").config) is None
     assert forked_random_states(layer().config) is not None
+
+
+def test_modules_of_the_user_are_not_well_known() -> None:
+    class Own(nn.Module):
+        pass
+
+    assert is_well_known(layer(nn.Linear(2, 2), router()))
+    assert not is_well_known(layer(nn.Sequential(Own())))
+
+
+@pytest.mark.parametrize(
+    ("modules", "options", "is_sorted"),
+    [
+        ([router()], {}, True),
+        ([], {}, False),
+        ([router()], {"recompute_granularity": "selective", "recompute_modules": ["moe"]}, False),
+        ([router()], {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, True),
+    ],
+)
+def test_scores_are_sorted_as_in_a_run_with_gradients(
+    modules: list[nn.Module], options: dict[str, Any], is_sorted: bool
+) -> None:
+    found = []
+    topk = torch.topk
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is topk:
+                found.append((kwargs or {})["sorted"])
+            return function(*args, **(kwargs or {}))
+
+    with Seeing(), first_run(layer(*modules, **options))():
+        torch.topk(torch.rand(4, 8), k=3, dim=1, sorted=False)
+    assert found == [is_sorted]

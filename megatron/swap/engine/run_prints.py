@@ -1,0 +1,104 @@
+"""Fingerprints of the tensors that a run of a layer computes, in their order."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from megatron.swap.devices.plain_tensors import is_plain
+from megatron.swap.engine.checksum import fingerprint, parts_of, sums
+
+LEAST_TOLERANCE = 2.0**-13
+"""The least tolerance, of fp32: a sum may be rounded in each of thousands of additions."""
+SEED_BYTES = 16
+
+
+class Prints:
+    """Fingerprints of tensors, in their order.
+
+    Args:
+        wanted: numbers of the tensors that have one; ``None``: all.
+        is_exact: of all bytes.
+        is_loose: of values, for a comparison within a tolerance.
+        unwatched: as in ``Contexts``.
+        has_workspaces: saved bytes may be a workspace, which does not count.
+
+    Attributes:
+        kinds: shape, strides and dtype of each tensor.
+    """
+
+    def __init__(
+        self,
+        wanted: Collection[int] | None,
+        unwatched: Callable[[], AbstractContextManager[Any]],
+        *,
+        is_exact: bool,
+        is_loose: bool,
+        has_workspaces: bool = True,
+    ) -> None:
+        self.kinds: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
+        self._has_workspaces = has_workspaces
+        self.is_exact, self.is_loose = is_exact, is_loose
+        self._wanted = wanted
+        self._unwatched = unwatched
+        self._exact: dict[torch.device, list[torch.Tensor]] = {}
+        self._loose: list[tuple[torch.Tensor, float]] = []  # sums of values, and the tolerance of their dtype
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Take the next tensor."""
+        number = len(self.kinds)
+        self.kinds.append((tensor.shape, tensor.stride() if is_plain(tensor) else (), tensor.dtype))
+        if number not in self._wanted if self._wanted is not None else self._is_left_out(tensor):
+            return
+        with self._unwatched(), torch.no_grad():
+            for part in parts_of(tensor):
+                if self.is_exact:
+                    self._exact.setdefault(part.device, []).append(fingerprint(part))
+                if self.is_loose and part.is_floating_point():
+                    self._loose.append((sums(part), tolerance_of(part.dtype)))
+
+    def _is_left_out(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a weight, or may be a seed or workspace, of which kernels leave bytes unset."""
+        owner = tensor if tensor._base is None else tensor._base
+        is_small = not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES
+        is_workspace = self._has_workspaces and tensor.dtype is torch.uint8
+        return type(owner) is torch.nn.Parameter or is_small or is_workspace
+
+    def differ(self, other: Prints) -> torch.Tensor | None:
+        """Return whether any byte differs: 0-D bool; ``None``: there are no fingerprints.
+
+        The kinds of both are equal, so the fingerprints have the same sizes.
+        """
+        return _any(
+            (_joined(mine) != _joined(other._exact[device])).any() for device, mine in self._exact.items()
+        )
+
+    def are_far(self, other: Prints) -> torch.Tensor | None:
+        """Return whether values differ by more than the tolerance, as ``differ``."""
+        return _any(
+            ~((one - another).norm() <= tolerance * another.norm())
+            for (one, tolerance), (another, _) in zip(
+                ((one.nan_to_num(), tolerance) for one, tolerance in self._loose),
+                ((one.nan_to_num(), tolerance) for one, tolerance in other._loose), strict=True,
+            )
+        )  # fmt: skip
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)  # most runs compare one tensor: a kernel less
+
+
+def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return whether one of ``flags`` is true; ``None``: there are none. Some may be on the CPU."""
+    found = [flag for flag in flags if flag is not None]
+    return functools.reduce(operator.or_, found) if found else None
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return by how much the sums of values may differ, relative to their norm, where kernels are not deterministic."""
+    return max(4 * torch.finfo(dtype).eps, LEAST_TOLERANCE)
