@@ -49,6 +49,8 @@ CASES = {
     "trainer: optimizer, distributed": Case("--use-distributed-optimizer --swap-optimizer 1", 2),
 }
 
+IN_THE_SHORT_RUN = ("trainer: pipeline", "trainer: half of the optimizer, bf16")
+
 
 def logs(trainer: Any, folder: Path, case: Case) -> list[list[str]]:
     """Return the logs of all ranks."""
@@ -61,7 +63,9 @@ def logs(trainer: Any, folder: Path, case: Case) -> list[list[str]]:
     return [(run.directory / f"orders-{rank}.log").read_text().splitlines() for rank in range(case.ranks)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in IN_THE_SHORT_RUN else pytest.mark.slow) for name in CASES
+])  # fmt: skip
 def test_the_order_is_as_it_was(trainer: Trainer, tmp_path: Path, name: str) -> None:
     found = logs(trainer, tmp_path, CASES[name])
     assert all(any(" copies " in line for line in log) for log in found) is (name != "trainer: whole layers")
