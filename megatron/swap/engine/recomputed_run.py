@@ -293,13 +293,13 @@ class CheckedRun:
         if stuck := [change.where for change in changes if change.old is None]:
             raise UsageError(f"{known.name} runs again in backward, but {stuck[0]} changed since forward. {WAY_OUT}")
         with self.context.restored():
-            trial = None
-            if not known.is_tried and self.forked is not None:
+            trial, is_first = None, not known.is_tried
+            if is_first and self.forked is not None:
                 with put_back(changes):
                     trial = self._trial(self.forked, function, args, kwargs)
             with put_back(changes):
                 result = self._again(self.first, trial, function, args, kwargs)
-                if trial is not None:
+                if is_first:
                     known.changes_itself = bool(self.state.changes())
                 return result
 
