@@ -46,9 +46,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     The bytes are words in ``_NUM_PARTS`` equal parts, which overlap, and each sum is of the words at one place of all
     parts. So a word that moves is found, unless it moves by a multiple of the distance between parts. That has no
     common factor above 4 with the length of a row, so no row of more than 4 KiB moves so, and a shorter one only by
-    certain numbers of rows. The sums take 1 % of the bytes. It reads the tensor once, and copies it only if it is small or if
-    its elements have no order without gaps. It is one kernel: each takes the host 5 us and the device 3, and a layer
-    that runs again has two fingerprints.
+    certain numbers of rows. The sums take 1 % of the bytes. It reads the tensor once, and copies it only if it is small
+    or if its elements have no order without gaps. It is one kernel: each takes the host 5 us and the device 3, and a
+    layer that runs again has two fingerprints.
     """
     words, row = _words(tensor)
     if words.numel() <= _SMALL:
