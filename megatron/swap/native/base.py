@@ -1,11 +1,10 @@
-"""The contract of transfer queues: jobs of steps between host memory, files and CUDA devices, run by one thread.
+"""The contract of transfer queues: jobs of copies between host memory and CUDA devices, run by one thread.
 
 Only `TensorSwap` uses it: the engine copies by `Device.copy`.
 
 Both implementations have a *core*, which runs the jobs and keeps states and tickets. Checks and error messages are
-here, once for both. Addresses, streams, events and descriptors are plain integers, as ``data_ptr()``,
-``Stream.cuda_stream``, ``Event.cuda_event`` and ``fileno()`` return them. The caller keeps their objects alive until
-the job is done.
+here, once for both. Addresses, streams and events are plain integers, as ``data_ptr()``, ``Stream.cuda_stream`` and
+``Event.cuda_event`` return them. The caller keeps their objects alive until the job is done.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megatron.swap.native.cuda_library import loaded_cuda_library
 WAKE_S = 0.1
 """Seconds after which a waiting thread returns to the interpreter, so that it handles Ctrl-C."""
 
-MAY_BE_ZERO = {"num_bytes", "stream", "after", "device", "file", "offset"}
+MAY_BE_ZERO = {"num_bytes", "stream", "after", "device"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,36 +66,7 @@ class CudaCopy:
         _check(self)
 
 
-@dataclass(frozen=True, slots=True)
-class FileRead:
-    """Read ``num_bytes`` of the open ``file`` from byte ``offset`` on. A shorter file is an error.
-
-    With direct I/O the caller passes whole blocks.
-    """
-
-    file: int
-    offset: int
-    target: int
-    num_bytes: int
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@dataclass(frozen=True, slots=True)
-class FileWrite:
-    """Write ``num_bytes`` to the open ``file`` from byte ``offset`` on, as ``FileRead``."""
-
-    file: int
-    offset: int
-    source: int
-    num_bytes: int
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-Step = HostCopy | CudaCopy | FileRead | FileWrite
+Step = HostCopy | CudaCopy
 Job = Sequence[Step]
 
 
@@ -109,7 +79,7 @@ class JobState(IntEnum):
     WAITING = 0
     RUNNING = 1
     ISSUED = 2
-    """The job's host and file steps are complete, and its CUDA copies are enqueued."""
+    """The job's host copies are complete, and its CUDA copies are enqueued."""
     DONE = 3
     FAILED = 4
     WITHDRAWN = 5
@@ -131,8 +101,8 @@ class Core(Protocol):
         """Wait until the job's state is ``until`` or above, or ``seconds`` have passed. Return the state."""
 
     def wait_all(self, seconds: float) -> bool: ...
-    def failure(self, ticket: int) -> tuple[int, str]:
-        """Return ``errno`` (0 unless a file step failed) and text of a failed job. It counts as raised from now on."""
+    def failure(self, ticket: int) -> str:
+        """Return the text of a failed job's error. It counts as raised from now on."""
 
     def first_failure(self) -> int:
         """Return the lowest ticket of a failure that was not raised; 0: there is none."""
@@ -156,8 +126,7 @@ class TransferQueue(ABC):
     copies at the end of earlier ones are still under way, of ``num_in_flight`` jobs at most; so a pushed job waits for
     few copies.
 
-    A job that fails skips its remaining steps; later jobs go on. Waiting for the job raises the error: ``OSError`` with
-    ``errno`` for files, ``SwapError`` (a ``RuntimeError``) for CUDA.
+    A job that fails skips its remaining steps; later jobs go on. Waiting for the job raises the error.
 
     The queue keeps the failures of jobs and the tickets of withdrawn ones, and nothing of jobs that succeeded.
 
@@ -220,11 +189,11 @@ class TransferQueue(ABC):
     def wait_issued(self, ticket: int) -> None:
         """Wait until all steps of the job are issued, so that another stream can wait for its ``done`` events.
 
-        Its host and file steps are complete then, and its CUDA copies are enqueued and their ``done`` recorded.
+        Its host copies are complete then, and its CUDA copies are enqueued and their ``done`` recorded.
 
         Raises:
             UsageError: the job was withdrawn, the ticket is not of this queue, or the queue was not started.
-            OSError, SwapError: the job failed.
+            SwapError: the job failed.
         """
         self._wait(ticket, JobState.ISSUED)
 
@@ -237,7 +206,7 @@ class TransferQueue(ABC):
 
         Raises:
             UsageError: jobs wait, and the queue was not started.
-            OSError, SwapError: the error of the failed job with the lowest ticket that was not raised yet. Further
+            SwapError: the error of the failed job with the lowest ticket that was not raised yet. Further
                 calls raise the others.
         """
         while not self._core.wait_all(0):
@@ -301,10 +270,8 @@ class TransferQueue(ABC):
     def _unknown(self, ticket: int) -> UsageError:
         return UsageError(f"transfer queue {self.name}: {ticket} is no ticket of this queue: enqueue() returns them")
 
-    def _failure(self, ticket: int) -> OSError | SwapError:
-        number, text = self._core.failure(ticket)
-        text = f"transfer queue {self.name}, job {ticket}: {text}"
-        return OSError(number, text) if number else SwapError(text)
+    def _failure(self, ticket: int) -> SwapError:
+        return SwapError(f"transfer queue {self.name}, job {ticket}: {self._core.failure(ticket)}")
 
 
 def _check(step: Step) -> None:

@@ -36,10 +36,6 @@ Job to_job(const py::iterable& steps) {
     } else if (kind == "CudaCopy") {
       job.emplace_back(CudaCopy{pointer("target"), pointer("source"), size(), pointer("stream"), pointer("after"),
                                 pointer("done"), static_cast<int>(number("device"))});
-    } else if (kind == "FileRead") {
-      job.emplace_back(FileRead{static_cast<int>(number("file")), number("offset"), pointer("target"), size()});
-    } else if (kind == "FileWrite") {
-      job.emplace_back(FileWrite{static_cast<int>(number("file")), number("offset"), pointer("source"), size()});
     } else {
       throw py::type_error("not a step: " + kind);
     }
@@ -120,15 +116,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
            },
            Unlocked())
       .def("wait_all", &TransferQueue::wait_all, Unlocked())
-      .def("failure",
-           [](TransferQueue& queue, Ticket ticket) {
-             Failure failure;
-             {
-               py::gil_scoped_release unlocked;
-               failure = queue.failure(ticket);
-             }
-             return py::make_tuple(failure.error_number, failure.text);
-           })
+      .def("failure", &TransferQueue::failure, Unlocked())
       .def("first_failure", &TransferQueue::first_failure, Unlocked())
       .def("close", &TransferQueue::close, Unlocked())
       .def("join", &TransferQueue::join, Unlocked())

@@ -1,27 +1,24 @@
 """The Python fallback of the transfer queue, for machines without a compiler.
 
-Copies, reads and writes run without the GIL, but each begins and ends with it. A busy interpreter delays this thread,
+Copies run without the GIL, but each begins and ends with it. A busy interpreter delays this thread,
 which is why there is a native one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.common.types import MIB
-from megatron.swap.native.base import Core, CudaCopy, FileRead, FileWrite, HostCopy, Job, JobState, Step, TransferQueue
+from megatron.swap.native.base import Core, CudaCopy, HostCopy, Job, JobState, Step, TransferQueue
 
 POLL_S = 0.0005
 """Seconds between queries of the events of copies in flight."""
 CHUNK_BYTES = 8 * MIB
-"""Bytes of a host or file step that are moved at once. In between the worker queries the copies in flight."""
+"""Bytes of a host copy that are moved at once. In between the worker queries the copies in flight."""
 
 COPY_DEFAULT = 4
 """``cudaMemcpyDefault``: the runtime tells host from device by the addresses."""
@@ -38,15 +35,11 @@ class Flight:
     """``done`` of that copy; 0: there is none, or it has passed."""
     stream: int = 0
     device: int = 0
-    failure: tuple[int, str] | None = None
+    failure: str | None = None
 
 
 class StepFailed(Exception):
-    """A step failed: ``errno`` (0 unless it is a file step) and text."""
-
-    def __init__(self, number: int, text: str) -> None:
-        super().__init__(text)
-        self.failure = (number, text)
+    """A step failed."""
 
 
 class CudaRuntime:
@@ -94,7 +87,7 @@ class CudaRuntime:
 
     def _check(self, code: int, what: str) -> None:
         if code != SUCCESS:
-            raise StepFailed(0, f"CUDA: {what} failed: {self._library.cudaGetErrorString(code).decode()}")
+            raise StepFailed(f"CUDA: {what} failed: {self._library.cudaGetErrorString(code).decode()}")
 
 
 class PythonCore:
@@ -108,7 +101,7 @@ class PythonCore:
         self._waiting: OrderedDict[int, tuple[Step, ...]] = OrderedDict()
         self._running = 0
         self._in_flight: dict[int, Flight] = {}
-        self._failures: dict[int, tuple[int, str]] = {}
+        self._failures: dict[int, str] = {}
         self._unraised: set[int] = set()
         self._withdrawn: set[int] = set()
         self._last = 0
@@ -171,7 +164,7 @@ class PythonCore:
                 lambda: not (self._waiting or self._in_flight or self._running), seconds
             )
 
-    def failure(self, ticket: int) -> tuple[int, str]:
+    def failure(self, ticket: int) -> str:
         with self._changed:
             self._unraised.discard(ticket)
             return self._failures[ticket]
@@ -272,14 +265,11 @@ class PythonCore:
                     self._cuda_copy(step, flight)
                     continue
                 self._wait_for_copy(flight)
-                if isinstance(step, HostCopy):
-                    self._host_copy(step)
-                else:
-                    self._move_file(step)
+                self._host_copy(step)
         except StepFailed as failed:
-            flight.failure = failed.failure  # a copy that was issued before is still waited for
+            flight.failure = str(failed)  # a copy that was issued before is still waited for
         except Exception as error:  # the thread goes on with the other jobs
-            flight.failure = (0, f"{type(error).__name__}: {error}")
+            flight.failure = f"{type(error).__name__}: {error}"
         return flight
 
     def _host_copy(self, step: HostCopy) -> None:
@@ -290,7 +280,7 @@ class PythonCore:
     def _cuda_copy(self, step: CudaCopy, flight: Flight) -> None:
         cuda = self._cuda
         if cuda is None:
-            raise StepFailed(0, "no CUDA runtime is loaded in this process")
+            raise StepFailed("no CUDA runtime is loaded in this process")
         cuda.use_device(step.device)
         # This copy follows the job's previous copy by stream order, or by an event; the thread does not wait.
         if flight.event and (flight.stream, flight.device) != (step.stream, step.device):
@@ -301,27 +291,6 @@ class PythonCore:
         flight.event = 0  # if recording fails, ``record`` has waited for all of the stream
         cuda.record(step.done, step.stream)
         flight.event, flight.stream, flight.device = step.done, step.stream, step.device
-
-    def _move_file(self, step: FileRead | FileWrite) -> None:
-        is_read = isinstance(step, FileRead)
-        address = step.target if isinstance(step, FileRead) else step.source
-        memory = memoryview((ctypes.c_char * step.num_bytes).from_address(address))
-        what = f"{'reading' if is_read else 'writing'} {step.num_bytes} bytes at {step.offset} of file {step.file}"
-        moved = 0
-        while moved < step.num_bytes:
-            chunk = memory[moved : moved + CHUNK_BYTES]
-            call = os.preadv if is_read else os.pwritev
-            try:
-                more = call(step.file, [chunk], step.offset + moved)
-            except OSError as error:
-                raise StepFailed(error.errno or errno.EIO, f"{what}: {error.strerror} after {moved}") from error
-            if more == 0:
-                raise StepFailed(errno.EIO, f"{what}: the file ends after {moved}")
-            # A block that was moved in part is moved again: direct I/O continues at whole blocks only.
-            if BLOCK_BYTES < more < len(chunk):
-                more -= more % BLOCK_BYTES
-            moved += more
-            self._reap()
 
     def _reap(self) -> None:
         """End the copies in flight that are complete. Queries run without our lock: they may wait for one of CUDA's."""
@@ -341,7 +310,7 @@ class PythonCore:
             if not self._cuda.has_passed(flight.event):
                 return False
         except StepFailed as failed:
-            failure = failure or failed.failure
+            failure = failure or str(failed)
         flight.event, flight.failure = 0, failure
         return True
 
@@ -351,7 +320,7 @@ class PythonCore:
                 time.sleep(POLL_S)
                 self._reap()
             if flight.failure:
-                raise StepFailed(*flight.failure)
+                raise StepFailed(flight.failure)
 
 
 class PythonQueue(TransferQueue):

@@ -1,10 +1,8 @@
 #include "transfer_queue.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
@@ -19,14 +17,12 @@ constexpr int kCudaErrorNotReady = 600;
 
 // How often events of copies in flight are queried. A thread cannot wait for an event and a condition variable at once.
 constexpr auto kPoll = std::chrono::microseconds(100);
-// Bytes of a host or file step that are moved at once. In between, events of copies in flight are queried.
+// Bytes of a host copy that are moved at once. In between, events of copies in flight are queried.
 constexpr std::size_t kChunkBytes = std::size_t{8} << 20;
-// Files may be open for direct I/O, which moves whole blocks only.
-constexpr std::size_t kBlockBytes = 4096;
 
 // Thrown by steps, caught by the worker.
 struct StepFailed {
-  Failure failure;
+  std::string failure;
 };
 
 }  // namespace
@@ -100,7 +96,7 @@ bool TransferQueue::wait_all(double seconds) const {
   return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return is_idle(); });
 }
 
-Failure TransferQueue::failure(Ticket ticket) {
+std::string TransferQueue::failure(Ticket ticket) {
   std::lock_guard lock(mutex_);
   unraised_.erase(ticket);
   return failures_.at(ticket);
@@ -217,7 +213,7 @@ TransferQueue::Flight TransferQueue::issue(Ticket ticket, const Job& job) {
   } catch (const StepFailed& failed) {
     flight.failure = failed.failure;  // a copy that was issued before is still waited for
   } catch (const std::exception& error) {
-    flight.failure = Failure{0, error.what()};  // such as bad_alloc: the thread goes on with the other jobs
+    flight.failure = error.what();  // such as bad_alloc: the thread goes on with the other jobs
   }
   return flight;
 }
@@ -232,7 +228,7 @@ void TransferQueue::run(const HostCopy& step, Flight& flight) {
 }
 
 void TransferQueue::run(const CudaCopy& step, Flight& flight) {
-  if (!cuda_) throw StepFailed{{0, "no CUDA runtime is loaded in this process"}};
+  if (!cuda_) throw StepFailed{"no CUDA runtime is loaded in this process"};
   use_device(step.device);
   // This copy follows the job's previous copy by stream order, or by an event; the thread does not wait.
   if (flight.event != nullptr && (flight.stream != step.stream || flight.device != step.device)) {
@@ -250,43 +246,6 @@ void TransferQueue::run(const CudaCopy& step, Flight& flight) {
   flight.event = step.done;
   flight.stream = step.stream;
   flight.device = step.device;
-}
-
-void TransferQueue::run(const FileRead& step, Flight& flight) {
-  wait_for_copy(flight);
-  move_file("reading", step.file, step.offset, step.num_bytes, [&](std::size_t at, std::size_t chunk_bytes) {
-    return ::pread(step.file, static_cast<char*>(step.target) + at, chunk_bytes, step.offset + static_cast<off_t>(at));
-  });
-}
-
-void TransferQueue::run(const FileWrite& step, Flight& flight) {
-  wait_for_copy(flight);
-  move_file("writing", step.file, step.offset, step.num_bytes, [&](std::size_t at, std::size_t chunk_bytes) {
-    const char* const source = static_cast<const char*>(step.source) + at;
-    return ::pwrite(step.file, source, chunk_bytes, step.offset + static_cast<off_t>(at));
-  });
-}
-
-template <class Call>
-void TransferQueue::move_file(
-    const char* what, int file, std::int64_t offset, std::size_t num_bytes, Call call) {
-  const auto failed = [&](int error_number, std::size_t moved, const char* reason) {
-    return StepFailed{{error_number, std::string(what) + ' ' + std::to_string(num_bytes) + " bytes at " +
-                                         std::to_string(offset) + " of file " + std::to_string(file) + ": " + reason +
-                                         " after " + std::to_string(moved)}};
-  };
-  for (std::size_t moved = 0; moved < num_bytes;) {
-    const std::size_t chunk_bytes = std::min(kChunkBytes, num_bytes - moved);
-    const ssize_t count = call(moved, chunk_bytes);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) throw failed(errno, moved, std::strerror(errno));
-    if (count == 0) throw failed(EIO, moved, "the file ends");
-    std::size_t more = static_cast<std::size_t>(count);
-    // A block that was moved in part is moved again: direct I/O continues at whole blocks only.
-    if (more < chunk_bytes && more > kBlockBytes) more -= more % kBlockBytes;
-    moved += more;
-    reap();
-  }
 }
 
 void TransferQueue::reap() {
@@ -336,7 +295,7 @@ void TransferQueue::use_device(int device) {
 
 void TransferQueue::check_cuda(int code, const char* what) const {
   if (code == kCudaSuccess) return;
-  throw StepFailed{{0, std::string("CUDA: ") + what + " failed: " + cuda_.get_error_string(code)}};
+  throw StepFailed{std::string("CUDA: ") + what + " failed: " + cuda_.get_error_string(code)};
 }
 
 }  // namespace megatron_swap

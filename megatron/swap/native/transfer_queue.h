@@ -1,4 +1,4 @@
-// A queue of transfers between host memory, files and CUDA devices, run by a thread of its own.
+// A queue of copies between host memory and CUDA devices, run by a thread of its own.
 //
 // Pure C++20: no Python and no torch, so that it runs under ThreadSanitizer, and so that nothing here can take the
 // interpreter's lock. base.py documents the contract; python_queue.py is the fallback in Python.
@@ -38,31 +38,12 @@ struct CudaCopy {
   int device;    // of the stream
 };
 
-struct FileRead {
-  int file;
-  std::int64_t offset;
-  void* target;
-  std::size_t num_bytes;
-};
-
-struct FileWrite {
-  int file;
-  std::int64_t offset;
-  const void* source;
-  std::size_t num_bytes;
-};
-
-using Step = std::variant<HostCopy, CudaCopy, FileRead, FileWrite>;
+using Step = std::variant<HostCopy, CudaCopy>;
 using Job = std::vector<Step>;
 using Ticket = std::int64_t;  // 1, 2, 3, …
 
 // A job passes through the first four in this order; `issued` only with CUDA copies. The numbers are base.py's.
 enum class JobState { waiting = 0, running = 1, issued = 2, done = 3, failed = 4, withdrawn = 5, unknown = 6 };
-
-struct Failure {
-  int error_number;  // errno of a file step, else 0
-  std::string text;
-};
 
 class TransferQueue {
  public:
@@ -80,7 +61,7 @@ class TransferQueue {
   // Waits until the job's state is `until` or final, or the time is over; returns the state.
   JobState wait(Ticket ticket, JobState until, double seconds) const;
   bool wait_all(double seconds) const;   // true: no job waits or is under way
-  Failure failure(Ticket ticket);        // of a failed job; from now on it counts as raised
+  std::string failure(Ticket ticket);    // the text of a failed job; from now on it counts as raised
   Ticket first_failure() const;          // the lowest that was not raised; 0: there is none
   void close();                          // accepts no more jobs; the worker ends after the last one
   void join();                           // after close(): returns when the worker has ended
@@ -99,7 +80,7 @@ class TransferQueue {
     void* event = nullptr;  // null: there is none, or it has passed
     void* stream = nullptr;
     int device = 0;
-    std::optional<Failure> failure = {};
+    std::optional<std::string> failure = {};
   };
 
   // With the lock:
@@ -114,10 +95,6 @@ class TransferQueue {
   Flight issue(Ticket ticket, const Job& job);
   void run(const HostCopy& step, Flight& flight);
   void run(const CudaCopy& step, Flight& flight);
-  void run(const FileRead& step, Flight& flight);
-  void run(const FileWrite& step, Flight& flight);
-  template <class Call>
-  void move_file(const char* what, int file, std::int64_t offset, std::size_t num_bytes, Call call);
   void reap();
   bool is_complete(Flight& flight);
   void wait_for_copy(Flight& flight);
@@ -138,7 +115,7 @@ class TransferQueue {
   std::int64_t tail_ = 1;
   Ticket running_ = 0;
   std::vector<Flight> in_flight_;             // only the worker changes it, under the lock; so it reads without
-  std::map<Ticket, Failure> failures_;
+  std::map<Ticket, std::string> failures_;
   std::set<Ticket> unraised_;                 // failures that were not raised
   std::unordered_set<Ticket> withdrawn_;
   Ticket last_ = 0;

@@ -11,6 +11,8 @@
 
 namespace {
 
+constexpr int kDevices = 8;
+
 struct Operation {
   enum { copy, wait, record } kind;
   void* target = nullptr;
@@ -62,6 +64,7 @@ extern "C" {
 int cudaSetDevice(int chosen) {
   std::lock_guard lock(mutex);
   if (const int code = failure("cudaSetDevice")) return code;
+  if (chosen >= kDevices) return 101;  // cudaErrorInvalidDevice
   device = chosen;
   calls << "device " << chosen << '\n';
   return 0;

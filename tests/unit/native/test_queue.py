@@ -1,27 +1,25 @@
-"""One contract, both queues: host memory and files."""
+"""One contract, both queues: host memory."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
 import mmap
 import os
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.swap.common.types import MIB, SwapError, UsageError
-from megatron.swap.native.base import CudaCopy, FileRead, FileWrite, HostCopy, JobState, TransferQueue
+from megatron.swap.native.base import CudaCopy, HostCopy, JobState, TransferQueue
 from megatron.swap.native.python_queue import PythonCore
 from tests.unit.native.helpers import Memory, copy
 from tests.unit.test_house import ROOT
@@ -30,9 +28,10 @@ Make = Callable[..., TransferQueue]
 
 
 @pytest.fixture
-def file() -> Iterator[int]:
-    with tempfile.TemporaryFile() as opened:
-        yield opened.fileno()
+def failing(monkeypatch: pytest.MonkeyPatch) -> CudaCopy:
+    """A step that fails, since queues find no CUDA."""
+    monkeypatch.setattr("megatron.swap.native.base.loaded_cuda_library", lambda: None)
+    return CudaCopy(1, 1, 1, 0, 0, 1, 0)
 
 
 def slow_job() -> tuple[list[HostCopy], list[Memory]]:
@@ -136,75 +135,46 @@ def test_unknown_tickets(make: Make, ticket: int) -> None:
             call(ticket)
 
 
-def test_what_is_written_is_read(make: Make, file: int) -> None:
+def test_long_copies_are_whole(make: Make) -> None:
     queue = make()
     data = random.Random(0).randbytes(40 * MIB + 12345)
     source, middle, target = Memory(data), Memory(bytes(len(data))), Memory(bytes(len(data)))
-    job = [
-        copy(middle, source),
-        FileWrite(file, 4096, middle.address, len(data)),
-        FileRead(file, 4096, target.address, len(data)),
-    ]
-    queue.wait(queue.enqueue(job))
+    queue.wait(queue.enqueue([copy(middle, source), copy(target, middle)]))
     assert target.data == data
 
 
-def test_direct_files(make: Make, tmp_path: Path) -> None:
-    try:
-        file = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    except OSError:
-        pytest.skip("no direct I/O here")
-    num_bytes = 20 * MIB
-    source, target = mmap.mmap(-1, num_bytes), mmap.mmap(-1, num_bytes)
-    source[:] = random.Random(1).randbytes(num_bytes)
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (source, target)]
+def test_errors_reach_whoever_waits(failing: CudaCopy, make: Make) -> None:
     queue = make()
-    write, read = FileWrite(file, 8192, addresses[0], num_bytes), FileRead(file, 8192, addresses[1], num_bytes)
-    queue.wait(queue.enqueue([write, read]))
-    assert target[:] == source[:]
-    os.close(file)
-
-
-def test_errors_of_files_reach_whoever_waits(make: Make, file: int) -> None:
-    queue = make()
-    source, target = Memory(b"x" * 10000), Memory(b"-" * 10000)
-    os.pwrite(file, b"y" * 5000, 0)
-    with Path("/dev/full").open("wb") as full:
-        too_short = queue.enqueue([FileRead(file, 0, target.address, 10000)])
-        no_space = queue.enqueue([FileWrite(full.fileno(), 0, source.address, 10000), copy(target, source)])
-        good = queue.enqueue([])
-        queue.wait(good)
-        queue.wait(good)
-    closed = queue.enqueue([FileRead(1 << 20, 0, target.address, 1)])
-    with pytest.raises(OSError, match="the file ends") as caught:
-        queue.wait(too_short)
-    assert caught.value.errno == errno.EIO
-    with pytest.raises(OSError, match=f"queue test, job {no_space}: writing 10000 bytes at 0 of file") as caught:
-        queue.wait_issued(no_space)
-    assert caught.value.errno == errno.ENOSPC
-    assert queue.is_done(no_space)
-    assert target.data == b"y" * 5000 + b"-" * 5000  # the step behind the one that failed was left out
-    with pytest.raises(OSError, match=f"job {closed}") as caught:
+    source, target = Memory(b"new"), Memory(b"old")
+    first, second, third = (queue.enqueue([failing, copy(target, source)]) for _ in range(3))
+    good = queue.enqueue([])
+    queue.wait(good)
+    queue.wait(good)
+    with pytest.raises(SwapError, match=f"queue test, job {second}: no CUDA runtime is loaded"):
+        queue.wait(second)
+    with pytest.raises(SwapError, match=f"job {first}"):
+        queue.wait_issued(first)
+    assert queue.is_done(first)
+    assert target.data == b"old"  # the step behind the one that failed was left out
+    with pytest.raises(SwapError, match=f"job {third}"):
         queue.wait_all()
-    assert caught.value.errno == errno.EBADF
     queue.wait_all()  # each was raised
-    with pytest.raises(OSError, match="the file ends"):
-        queue.wait(too_short)  # and is again for who asks for it
+    with pytest.raises(SwapError, match=f"job {second}"):
+        queue.wait(second)  # and is again for who asks for it
     queue.wait_and_stop()
 
 
-def test_stopping_finishes_everything_and_raises_what_nobody_was_told(make: Make) -> None:
+def test_stopping_finishes_everything_and_raises_what_nobody_was_told(failing: CudaCopy, make: Make) -> None:
     queue = make()
     job, keep = slow_job()
     source, target = Memory(b"new"), Memory(b"old")
     queue.enqueue(job)
-    failing = queue.enqueue([FileRead(1 << 20, 0, target.address, 1)])
-    also_failing = queue.enqueue([FileRead(1 << 20, 0, target.address, 1)])
+    failed, also_failed = queue.enqueue([failing]), queue.enqueue([failing])
     last = queue.enqueue([copy(target, source)])
-    with pytest.raises(OSError, match=f"job {failing}"):
+    with pytest.raises(SwapError, match=f"job {failed}"):
         queue.wait_and_stop()
     assert target.data == b"new"
-    with pytest.raises(OSError, match=f"job {also_failing}"):
+    with pytest.raises(SwapError, match=f"job {also_failed}"):
         queue.wait_and_stop()
     queue.wait_and_stop()
     assert queue.is_done(last)
@@ -226,8 +196,7 @@ def test_wrong_steps_are_refused_where_they_are_made(queue_type: type[TransferQu
     for made, said in [
         (lambda: HostCopy(0, 1, 1), "target=0; it is an integer and at least 1"),
         (lambda: HostCopy(1, 1, -1), "num_bytes=-1"),
-        (lambda: FileRead(-1, 0, 1, 1), "file=-1"),
-        (lambda: FileWrite(1, 0.5, 1, 1), "offset=0.5"),  # type: ignore[arg-type]
+        (lambda: HostCopy(1, 1, 0.5), "num_bytes=0.5"),  # type: ignore[arg-type]
         (lambda: CudaCopy(1, 1, 1, 0, 0, 0, 0), "done=0"),
     ]:
         with pytest.raises(UsageError, match=said):
@@ -238,14 +207,7 @@ def test_wrong_steps_are_refused_where_they_are_made(queue_type: type[TransferQu
         queue_type("test").enqueue([1])  # type: ignore[list-item]
 
 
-def test_a_copy_without_cuda(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.swap.native.base.loaded_cuda_library", lambda: None)
-    queue = make()
-    with pytest.raises(SwapError, match="no CUDA runtime is loaded"):
-        queue.wait(queue.enqueue([CudaCopy(1, 1, 1, 0, 0, 1, 0)]))
-
-
-def test_many_threads(make: Make, file: int) -> None:
+def test_many_threads(make: Make) -> None:
     queue = make()
     problems: list[Any] = []
 
@@ -255,13 +217,7 @@ def test_many_threads(make: Make, file: int) -> None:
             for _ in range(150):
                 data = rng.randbytes(rng.randrange(1, 2000))
                 source, middle, target = Memory(data), Memory(bytes(len(data))), Memory(bytes(len(data)))
-                offset = 4096 * seed
-                job = [
-                    FileWrite(file, offset, source.address, len(data)),
-                    FileRead(file, offset, middle.address, len(data)),
-                    copy(target, middle),
-                ]
-                ticket = rng.choice([queue.enqueue, queue.push])(job)
+                ticket = rng.choice([queue.enqueue, queue.push])([copy(middle, source), copy(target, middle)])
                 if rng.random() < 0.2 and queue.erase(ticket):
                     assert target.data == bytes(len(data))
                     continue
