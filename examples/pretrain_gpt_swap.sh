@@ -58,7 +58,7 @@ else
     [ "$gpus" -gt 0 ] && [ "$ranks" -gt "$gpus" ] && swap_die "NUM_GPUS=$ranks, but this machine has $gpus"
     launch=("$SWAP_PYTHON")
     if [ "$ranks" -gt 1 ]; then
-        launch=("$SWAP_PYTHON" -m megatron.swap.cli.launch --standalone --nproc-per-node "$ranks")
+        launch=("$SWAP_PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks")
     else # a single rank needs no launcher; port 0 picks a free port, so that runs do not collide
         export RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0
     fi

@@ -37,7 +37,7 @@ LEFT_OUT = re.compile(
     r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install|"
     r"python -m (tests\.fuzz|benchmarks\.faults|pytest)|python tools/check_slab\.py)\b"  # this one is for a GPU
 )
-NAMES = ("megatron-swap plan", "megatron-swap plan --table", "python -m megatron.swap.cli.launch")
+NAMES = ("megatron-swap plan", "megatron-swap plan --table")
 """Programs that pages speak of by these words, and that need arguments."""
 TIMEOUT_S = 900.0
 HF_CONFIG = {

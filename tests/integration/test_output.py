@@ -73,22 +73,24 @@ def test_lines_and_tables(trainer: Trainer) -> None:
 
 
 def assert_verdict(run: Run) -> None:
-    """Check that the verdict's two lines are the last on the screen."""
-    table, held, following = run.output.rstrip().splitlines()[-3:]
+    """Check that the verdict's two lines follow the table, behind the last iteration."""
+    lines = run.output.splitlines()
+    place = next(place for place, line in enumerate(lines) if line.startswith(" swap: autograd held"))
+    table, held, following = lines[place - 1 : place + 2]
+    assert not any(" iteration  " in line for line in lines[place:]), run.tail
     assert "stays" in table, run.tail
     assert held.startswith(" swap: autograd held at most "), run.tail
     assert following.startswith(" swap: next: the same command with --swap-layers none"), run.tail
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_verdict_is_last(trainer: Trainer, ranks: int) -> None:
-    """Megatron evaluates after training; the last rank prints that."""
+def test_the_verdict_follows_training(trainer: Trainer, ranks: int) -> None:
     run = trainer.run(f"{SWAP} --eval-iters 1 --tensor-model-parallel-size {ranks}", ranks=ranks)
     assert "validation loss at iteration 3 on test set" in run.output
     assert_verdict(run)
 
 
-def test_the_verdict_is_last_where_training_stops_early(trainer: Trainer) -> None:
+def test_the_verdict_where_training_stops_early(trainer: Trainer) -> None:
     assert_verdict(trainer.run(f"{SWAP} --exit-interval 2"))
 
 
@@ -137,7 +139,7 @@ def test_log_interval(trainer: Trainer) -> None:
 
 def test_quiet(trainer: Trainer) -> None:
     run = trainer.run(f"{SWAP} --swap-log-level quiet --swap-summary summary.json")
-    assert "swap" not in run.output.replace(str(run.directory), "").lower(), run.tail
+    assert " swap: " not in run.output, run.tail
     assert "out a step" not in run.output
     assert_swapped(run)
 

@@ -23,13 +23,11 @@ from megatron.swap.patches import (
     checkpointed_forward,
     compile_helpers,
     empty_part,
-    finish,
     fused_activations,
     get_megatron_optimizer,
     linear_weight_gradients,
     main_params,
     param_buffer,
-    quiet,
     recompile_limit,
     rope_offsets,
     tokenizer,
@@ -209,7 +207,6 @@ ALL = (
     empty_part.empty_part_patch(refuse_empty_part),
     train.train_patch(lambda: None, lambda failure, model, optimizer: None),
     training_log.training_log_patch(lambda **news: None),
-    finish.finish_patch(lambda: None),
     tokenizer.tokenizer_patch(lambda original: original),
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *fused_activations.fused_activations_patches(lambda function: function),
@@ -217,7 +214,6 @@ ALL = (
     *main_params.main_params_patches(lambda param: None),
     param_buffer.param_buffer_patch(lambda params, num_bytes: nullcontext()),
     get_megatron_optimizer.get_megatron_optimizer_patch(lambda optimizer: None),
-    *quiet.QUIET_PATCHES,
     *CPU_PATCHES,
 )
 
@@ -344,19 +340,6 @@ def test_named_random_states_are_drawn_from(caplog: pytest.LogCaptureFixture) ->
     assert torch.equal(torch.cat([first, second]), expected)
     assert torch.equal(other, torch.rand(3, generator=torch.Generator().manual_seed(12)))
     assert not caplog.records
-
-
-def test_quiet_drops_only_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.training.utils import common_utils
-
-    with apply(quiet.QUIET_PATCHES):
-        common_utils.print_rank_0("[after dataloaders are built] datetime: now")
-        common_utils.print_rank_0("[exiting program at iteration 3] datetime: now")
-        common_utils.print_rank_last(" [now] iteration        1/       6 | lm loss: 1.0 |")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("[exiting")
-    assert lines[1].startswith(" [now] iteration")
 
 
 def test_data_without_tokens_ends_the_run() -> None:

@@ -1,8 +1,7 @@
 """How a process ends that cannot go on: one paragraph, last on the screen.
 
 An error of ours is the paragraph alone. Any other exception keeps its traceback. Under torchrun the paragraph is also
-written to the file that torchrun names for each rank, so that its report quotes it; ``cli/launch.py`` reads those files
-and prints the paragraph in place of the report.
+written to the file that torchrun names for each rank, so that its report quotes it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from types import TracebackType
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Set by torchrun: the file for this rank's error."""
-REPORTED = "MEGATRON_SWAP_ERRORS_REPORTED"
-"""Set by our launcher: it prints the paragraph, once for all ranks."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -51,17 +48,16 @@ class _Reporter:
         words = str(error) if is_known else "".join(traceback.format_exception_only(kind, error)).strip()
         path = os.environ.get(ERROR_FILE)
         if path and not isinstance(error, KeyboardInterrupt):
-            _write(Path(path), words, is_known)
-        if not is_known:
-            self._inner(kind, error, trace)
-        elif not (path and os.environ.get(REPORTED)):
+            _write(Path(path), words)
+        if is_known:
             print(f"\nerror: {words}", file=sys.stderr, flush=True)
+        else:
+            self._inner(kind, error, trace)
 
 
-def _write(path: Path, words: str, is_known: bool) -> None:
+def _write(path: Path, words: str) -> None:
     """Write the paragraph in the form that torchrun reads; it prints ``py_callstack``."""
-    now = time.time()
-    extra = {"py_callstack": words, "timestamp": str(int(now)), "time_s": now, "is_known": is_known}
+    extra = {"py_callstack": words, "timestamp": str(int(time.time()))}
     try:
         path.write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
     except OSError as error:

@@ -139,7 +139,7 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Write a JSON summary of bytes, waits, peaks and losses when training ends. Default: not written. Set "
         "it when you want figures.")
     add("--swap-log-level", choices=LOG_LEVELS, default="info",
-        help="quiet: no tables and no swap line an iteration. debug: Megatron's start-up output too. Default: "
+        help="quiet: no tables and no swap line an iteration. debug: whole tracebacks. Default: "
         "%(default)s. Set it when logs are long, or you report a problem.")
     add("--swap-profile", default=None, metavar="FOLDER",
         help="Trace --swap-profile-steps, with what the engine does in them, by torch.profiler into "

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from megatron.swap.common.log import logger
 from megatron.swap.common.spelling import INSTALL
-from megatron.swap.patches import registry
-from megatron.swap.patches.finish import finish_patch
 
 
 class Console:
@@ -50,29 +46,3 @@ class LogConsole(Console):
 
     def _tell(self, of_rank: str, line: str) -> None:
         logger.info("%s", INSTALL(f"{of_rank} {line}".lstrip()))
-
-
-def print_at_end(lines: Sequence[str], *, has_ended: bool) -> None:
-    """Print ``lines`` when Megatron has printed its last line. Every rank must call this, with or without lines.
-
-    Args:
-        has_ended: Megatron's trainer prints nothing more.
-    """
-
-    def end() -> None:
-        patches.revert()
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            torch.distributed.barrier()  # the last rank prints the evaluation
-        _print(lines)
-
-    if has_ended:
-        return _print(lines)
-    try:
-        patches = registry.apply([finish_patch(end)])
-    except registry.PatchError:  # another upstream, or a trainer that ran before and was not ended: print it here
-        _print(lines)
-
-
-def _print(lines: Sequence[str]) -> None:
-    for line in lines:
-        print(line, flush=True)

@@ -1,4 +1,4 @@
-"""Preparation before Megatron is imported, so that it runs on this machine and prints little at start-up."""
+"""Preparation before Megatron is imported, so that it runs on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megatron.swap.common.failures import report_errors
 from megatron.swap.common.types import SwapError
 from megatron.swap.megatron_lm.inputs import build_tokenizer, refuse_empty_part
-from megatron.swap.patches import compile_helpers, cpu, quiet, registry
+from megatron.swap.patches import compile_helpers, cpu, registry
 from megatron.swap.patches.empty_part import empty_part_patch
 from megatron.swap.patches.registry import AppliedPatches, PatchError
 from megatron.swap.patches.tokenizer import tokenizer_patch
@@ -18,7 +18,7 @@ _applied: list[AppliedPatches] = []
 
 
 def prepare(argv: Sequence[str] = ()) -> None:
-    """Apply patches for PyPI's wheel and for machines without CUDA, and shorten Megatron's output. Idempotent.
+    """Apply patches for PyPI's wheel and for machines without CUDA. Idempotent.
 
     From here on an error of this package ends the process with its message alone: without a traceback, unless
     ``--swap-log-level debug`` asks for it.
@@ -26,7 +26,7 @@ def prepare(argv: Sequence[str] = ()) -> None:
     A script of your own on a GPU, beside a Megatron-LM checkout, needs none of this.
 
     Args:
-        argv: the command line. With ``--swap-log-level debug`` Megatron's output is not shortened.
+        argv: the command line.
 
     Raises:
         PatchError: there is no CUDA, and the patches that replace it were not written for this Megatron.
@@ -36,9 +36,6 @@ def prepare(argv: Sequence[str] = ()) -> None:
         return
     needed = () if torch.cuda.is_available() else cpu.CPU_PATCHES
     optional = [compile_helpers.PATCH, tokenizer_patch(build_tokenizer), empty_part_patch(refuse_empty_part)]
-    if not asks_for_debug(argv):
-        quiet.hush()
-        optional += quiet.QUIET_PATCHES
     _applied.append(registry.apply(needed, optional))
     registry.say_left_out(_applied[-1])
 

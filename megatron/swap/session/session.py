@@ -24,7 +24,7 @@ from megatron.swap.native.guarding import build_guard
 from megatron.swap.patches import registry
 from megatron.swap.reporting.summary import memory_lines
 from megatron.swap.session import report as reports
-from megatron.swap.session.console import Console, print_at_end
+from megatron.swap.session.console import Console
 from megatron.swap.session.model_swap import ModelSwap, unknown_model
 from megatron.swap.session.upstream import patches_of, supply_fusion_kernel, switch_fusion_off
 
@@ -178,7 +178,8 @@ class SwapSession(ModelSwap):
             summary = reports.write_summary(self.config.summary, self._args.num_layers, of_ranks, planning)
             lines = reports.lines_of(summary, self.config, self._args.swap_layers, of_ranks, swaps=self.planned.swaps)
         if (self.planned.swaps or self.config.oom_guard) and not self._console.is_quiet:
-            print_at_end(lines, has_ended=failure is not None)
+            for line in lines:
+                print(line, flush=True)
 
     def _report(self) -> reports.RankReport:
         return reports.report_of(self.step_log.records, self.run_device, self.parts, self.optimizer_swap)

@@ -18,8 +18,7 @@ def hook(kind: type[BaseException], error: BaseException, trace: object) -> None
 
 @pytest.fixture(autouse=True)
 def reporter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (failures.ERROR_FILE, failures.REPORTED):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(failures.ERROR_FILE, raising=False)
     monkeypatch.setattr(sys, "excepthook", hook)
     failures.report_errors((SwapError,))
     failures.report_errors((SwapError,))
@@ -39,22 +38,16 @@ def test_any_other_keeps_its_traceback(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == "Traceback of ValueError(\"the user's own\")\n"
 
 
-@pytest.mark.parametrize("has_launcher", [False, True])
-def test_under_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_launcher: bool
-):
-    """torchrun quotes the file; our launcher prints the paragraph, so the rank need not."""
+def test_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """torchrun quotes the file."""
     monkeypatch.setenv(failures.ERROR_FILE, str(tmp_path / "error.json"))
-    if has_launcher:
-        monkeypatch.setenv(failures.REPORTED, "1")
     fail(UsageError("wrong"))
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == message["extraInfo"]["py_callstack"] == "wrong"
-    assert message["extraInfo"]["is_known"]
-    assert ("error: wrong" in capsys.readouterr().err) is not has_launcher
+    assert "error: wrong" in capsys.readouterr().err
     fail(ValueError("odd"))
     message = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert (message["message"], message["extraInfo"]["is_known"]) == ("ValueError: odd", False)
+    assert message["message"] == "ValueError: odd"
     assert "Traceback of" in capsys.readouterr().err
 
 

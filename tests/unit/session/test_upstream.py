@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.swap.common.types import PRODUCERS, UsageError
 from megatron.swap.megatron_lm.arguments import swap_config
-from megatron.swap.patches import quiet, registry, te_weight_copies
+from megatron.swap.patches import compile_helpers, registry, te_weight_copies
 from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
 from megatron.swap.session import prepare as preparation
 from megatron.swap.session.session import SwapSession
@@ -28,7 +28,6 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds the 
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in which ``prepare`` has not run."""
     monkeypatch.setattr(preparation, "_applied", [])
-    monkeypatch.setattr(quiet, "hush", lambda: None)
 
 
 @pytest.mark.usefixtures("unprepared")
@@ -57,13 +56,13 @@ def test_prepare_says_what_it_leaves_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
 ) -> None:
     unfit = Patch("megatron.training.arguments", "_print_args", lambda original: original, "a reason",
-                  {"megatron-core 0.18.2": "0" * 64}, feature="a start with few lines")  # fmt: skip
+                  {"megatron-core 0.18.2": "0" * 64}, feature="a feature")  # fmt: skip
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(quiet, "QUIET_PATCHES", (unfit,))
+    monkeypatch.setattr(compile_helpers, "PATCH", unfit)
     preparation.prepare()
     try:
-        lines = [line for line in capsys.readouterr().out.splitlines() if "without a start with few lines" in line]
+        lines = [line for line in capsys.readouterr().out.splitlines() if "without a feature" in line]
         assert len(lines) == (rank == "0")
     finally:
         preparation._applied[0].revert()
