@@ -12,11 +12,11 @@ import torch
 from megatron.swap.common.types import MIB
 from megatron.swap.memory.host_memory import HostMemoryError, HostRegion, PinStrategy, prepare_regions
 from megatron.swap.memory.host_pool import HostPool
-from megatron.swap.native import base, cuda_library
+from megatron.swap.native import build, cuda_library
 from tests.unit.native.helpers import NEEDS_COMPILER
 
 HERE = Path(__file__).parent
-NATIVE = Path(base.__file__).parent
+NATIVE = Path(build.__file__).parent
 
 
 class Runtime:

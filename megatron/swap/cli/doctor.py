@@ -116,7 +116,7 @@ def report_native() -> None:
     """Print a note if training will have no native part: it is asked for, since a built one needs no compiler."""
     problem = importlib.import_module("megatron.swap.native.build").problem()
     if problem:
-        note(f"{problem}: no --swap-oom-guard, and a Python fallback replaces the native transfer queue")
+        note(f"{problem}: no --swap-oom-guard, and copies of TensorSwap cannot be withdrawn")
 
 
 def report_kernel() -> str | None:

@@ -21,7 +21,7 @@ using namespace megatron_swap;
 
 namespace {
 
-// Converts steps, which base.py declares. They are recognised by the names of their classes: nothing is imported here.
+// Converts steps, which transfer_queue.py declares. They are recognised by the names of their classes: nothing is imported here.
 Job to_job(const py::iterable& steps) {
   Job job;
   for (const py::handle step : steps) {

@@ -31,7 +31,6 @@ import torch
 
 from megatron.swap.common.leftovers import own_folder
 from megatron.swap.common.log import logger
-from megatron.swap.native.base import Core
 
 FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 COMPILERS = ("g++", "c++", "clang++")
@@ -77,10 +76,9 @@ class Native(Protocol):
 
     ``refuse`` makes every access to its bytes, read or write, raise a RuntimeError with that message, until ``allow``.
     To release the bytes: ``resize_(0)``, then refuse. To restore them: allow, ``resize_(n)``, then copy. A *new* view
-    of an emptied storage is refused by torch itself, with another message. These two have no Python fallback.
+    of an emptied storage is refused by torch itself, with another message.
     """
 
-    def Core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
     def refuse(self, storage_impl: int, message: str) -> None: ...
     def allow(self, storage_impl: int) -> None: ...
     def add_reload(self, key: int, function: Callable[[int], bool]) -> None:
@@ -110,9 +108,9 @@ def load() -> Native | None:
         return load_library(NATIVE, _imported)
     except (BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "without the C++ part of this package: no out-of-memory guard; copies are enqueued in Python, more slowly; "
-            "another thread, DLPack or C++ that reads a tensor offloaded by TensorSwap gets a null pointer, not an "
-            "error. %s", error,
+            "without the C++ part of this package: no out-of-memory guard; TensorSwap's copies begin at once, so that "
+            "none can be withdrawn; another thread, DLPack or C++ that reads a tensor offloaded by TensorSwap gets a "
+            "null pointer, not an error. %s", error,
         )
         return None
 

@@ -1,7 +1,7 @@
 // A queue of copies between host memory and CUDA devices, run by a thread of its own.
 //
 // Pure C++20: no Python and no torch, so that it runs under ThreadSanitizer, and so that nothing here can take the
-// interpreter's lock. base.py documents the contract; python_queue.py is the fallback in Python.
+// interpreter's lock. transfer_queue.py documents the contract.
 #pragma once
 
 #include <condition_variable>
@@ -42,7 +42,7 @@ using Step = std::variant<HostCopy, CudaCopy>;
 using Job = std::vector<Step>;
 using Ticket = std::int64_t;  // 1, 2, 3, …
 
-// A job passes through the first four in this order; `issued` only with CUDA copies. The numbers are base.py's.
+// A job passes through the first four in this order; `issued` only with CUDA copies. The numbers are transfer_queue.py's.
 enum class JobState { waiting = 0, running = 1, issued = 2, done = 3, failed = 4, withdrawn = 5, unknown = 6 };
 
 class TransferQueue {

@@ -27,6 +27,7 @@ from megatron.swap.common.log import logger
 from megatron.swap.common.types import SwapError, format_bytes
 from megatron.swap.memory.host_pool import HostPool, Lease
 from megatron.swap.native.access import StorageAccess
+from megatron.swap.nn.direct_transfers import DirectTransfer, DirectTransfers
 from megatron.swap.nn.transfers import Direction, Transfer, Transfers
 
 
@@ -57,7 +58,7 @@ class SwappedStorage:
         self.reference: weakref.ref[torch.UntypedStorage] | None = weakref.ref(storage, died)
         self.lease = lease
         self.state = TransferState.OFFLOADING
-        self.transfer: Transfer | None = None
+        self.transfer: Transfer | DirectTransfer | None = None
 
 
 class StorageMover:
@@ -71,7 +72,9 @@ class StorageMover:
         num_recalled: storages that were needed before they were offloaded.
     """
 
-    def __init__(self, device: torch.device, pool: HostPool, transfers: Transfers, access: StorageAccess) -> None:
+    def __init__(
+        self, device: torch.device, pool: HostPool, transfers: Transfers | DirectTransfers, access: StorageAccess
+    ) -> None:
         self._device = device
         self._pool = pool
         self._transfers = transfers
@@ -81,7 +84,7 @@ class StorageMover:
         self._offloading: OrderedDict[int, SwappedStorage] = OrderedDict()
         """Ordered as their copies in the queue; ``_reloading`` too."""
         self._reloading: OrderedDict[int, SwappedStorage] = OrderedDict()
-        self._draining: deque[Transfer] = deque()
+        self._draining: deque[Transfer | DirectTransfer] = deque()
         """Copies that have no entry any more, but may still use their host memory."""
         self._failures: list[Exception] = []
         self.out_bytes = self.in_bytes = self.num_passive = self.num_recalled = 0
@@ -124,9 +127,9 @@ class StorageMover:
             # From here on a write would be lost, so any access that the dispatcher does not see is refused. The copy
             # itself runs by address.
             self._access.refuse(storage, _refusal(entry))
-            entry.transfer.begin(ahead=ahead)
+            is_ahead = entry.transfer.begin(ahead=ahead)
             self._offloading[storage._cdata] = entry
-            self._offloading.move_to_end(storage._cdata, last=not ahead)
+            self._offloading.move_to_end(storage._cdata, last=not is_ahead)
 
     def begin_reload(self, storage: torch.UntypedStorage) -> None:
         """Give ``storage`` device memory, and begin to reload it behind queued copies; recall it if it is offloading.
@@ -314,10 +317,10 @@ class StorageMover:
             transfer = self._transfers.transfer(Direction.IN, storage, entry.lease)
         finally:
             self._access.refuse(storage, _refusal(entry))
-        transfer.begin(ahead=ahead)
+        is_ahead = transfer.begin(ahead=ahead)
         entry.transfer, entry.state = transfer, TransferState.RELOADING
         self._reloading[storage._cdata] = entry
-        self._reloading.move_to_end(storage._cdata, last=not ahead)
+        self._reloading.move_to_end(storage._cdata, last=not is_ahead)
 
     def _allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         try:
@@ -356,7 +359,7 @@ class StorageMover:
         while self._draining and self._draining[0].is_done():
             self._finish(self._draining.popleft())
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: Transfer | DirectTransfer) -> None:
         try:
             transfer.wait()
         except Exception as error:  # a recalled copy, whose bytes are not needed; else CUDA raises it again

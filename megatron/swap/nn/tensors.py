@@ -35,8 +35,9 @@ from megatron.swap.common.types import GIB, MIB, MOST, SwapError, UsageError, fo
 from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.native.access import storage_access
-from megatron.swap.native.base import TransferQueue
-from megatron.swap.native.queue import queue_class
+from megatron.swap.native.build import load
+from megatron.swap.native.transfer_queue import TransferQueue
+from megatron.swap.nn.direct_transfers import DirectTransfers
 from megatron.swap.nn.operations import Addresses, Operations, storage_of
 from megatron.swap.nn.storage_mover import StorageMover, TransferState
 from megatron.swap.nn.transfers import Transfers
@@ -72,7 +73,7 @@ class TensorSwap:
     Args:
         host_gib: most pinned host memory, in GiB.
         device: the device of the tensors; by default the current GPU, or the CPU where there is none.
-        queue: class of the transfer queues; by default the native ones, where they can be built.
+        queue: class of the transfer queues. Where the default cannot be built, copies begin at once instead.
 
     Raises:
         UsageError: ``host_gib`` or ``device`` cannot work.
@@ -88,7 +89,7 @@ class TensorSwap:
         if self.device.type not in ("cuda", "cpu"):
             raise UsageError(f"TensorSwap(device={self.device}): cuda or cpu is expected")
         self._host_gib = host_gib
-        self._make_queue = queue_class() if queue is None else queue
+        self._make_queue = TransferQueue if queue is None and load() else queue
         self._access = storage_access()
         self._wanted: list[weakref.ref[torch.UntypedStorage]] = []
         self._modes: ExitStack | None = None
@@ -109,7 +110,8 @@ class TensorSwap:
         self._pool = HostPool(
             limit=int(self._host_gib * GIB), pinned=on_gpu, slab_bytes=SLAB_BYTES, device=index
         )
-        self._transfers = Transfers(self.device, self._make_queue)
+        make_queue = self._make_queue
+        self._transfers = Transfers(self.device, make_queue) if make_queue else DirectTransfers(self.device)
         self._mover = StorageMover(self.device, self._pool, self._transfers, self._access)
         self._process = os.getpid()
         self._operations = Operations(self._before_use)
@@ -162,6 +164,8 @@ class TensorSwap:
 
     def swap_out(self, *tensors: torch.Tensor) -> None:
         """Begin to offload ``tensors``, ahead of queued copies. ``wait_swapped_out`` waits until their memory is free.
+
+        Without a C++ compiler no copy is queued: each begins at once, behind those under way.
 
         Raises:
             UsageError: a tensor cannot be swapped; no offload was begun.

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 
 from megatron.swap.memory.host_pool import Lease
-from megatron.swap.native.base import CudaCopy, HostCopy, Step, TransferQueue
+from megatron.swap.native.transfer_queue import CudaCopy, HostCopy, Step, TransferQueue
 
 
 class Direction(Enum):
@@ -41,9 +41,10 @@ class Transfer:
         self._events = events
         self._ticket = -1
 
-    def begin(self, *, ahead: bool) -> None:
-        """Enqueue the copy behind all others, or ``ahead`` of all that have not begun."""
+    def begin(self, *, ahead: bool) -> bool:
+        """Enqueue the copy behind all others, or ``ahead`` of all that have not begun. Return whether it is ahead."""
         self._ticket = self._queue.push(self._job) if ahead else self._queue.enqueue(self._job)
+        return ahead
 
     def erase(self) -> bool:
         """Withdraw the copy from the queue, and return whether that succeeded. ``False``: it has begun already."""

@@ -1,18 +1,14 @@
-"""Fixtures for both queues."""
+"""Fixtures for the transfer queue."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron.swap.native.base import TransferQueue
-from megatron.swap.native.build import load
-from megatron.swap.native.python_queue import PythonQueue
-from megatron.swap.native.queue import NativeQueue
+from megatron.swap.native.transfer_queue import TransferQueue
 from tests.unit.native.helpers import HERE, FakeCuda
 
 
@@ -32,23 +28,13 @@ def fake(fake_library: Path) -> Iterator[FakeCuda]:
     cuda.allow(-1)
 
 
-@pytest.fixture(params=["native", "python"])
-def queue_type(request: pytest.FixtureRequest) -> type[TransferQueue]:
-    if request.param == "python":
-        return PythonQueue
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    assert load() is not None, "g++ is here, so the native part must be"
-    return NativeQueue
-
-
 @pytest.fixture
-def make(queue_type: type[TransferQueue]) -> Iterator[Callable[..., TransferQueue]]:
+def make() -> Iterator[Callable[..., TransferQueue]]:
     """Makes queues, and stops them at the end."""
     made: list[TransferQueue] = []
 
     def make(num_in_flight: int = 2, cuda: FakeCuda | None = None, started: bool = True) -> TransferQueue:
-        queue = queue_type("test", num_in_flight, cuda.path if cuda else None)
+        queue = TransferQueue("test", num_in_flight, cuda.path if cuda else None)
         if started:
             queue.start()
         made.append(queue)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.swap.native.base import HostCopy
+from megatron.swap.native.transfer_queue import HostCopy
 
 HERE = Path(__file__).parent
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -17,10 +17,8 @@ import pytest
 import torch
 
 from megatron.swap.common.types import SwapError
-from megatron.swap.native import base, build
-from megatron.swap.native.base import JobState, TransferQueue
-from megatron.swap.native.python_queue import PythonQueue
-from megatron.swap.native.queue import NativeQueue, queue_class
+from megatron.swap.native import build
+from megatron.swap.native.transfer_queue import JobState, TransferQueue
 from tests.unit.native.helpers import NEEDS_COMPILER
 from tests.unit.test_house import ROOT
 
@@ -29,6 +27,18 @@ echo once >> {log}
 for word; do [ "$last" = -o ] && target=$word; last=$word; done
 sleep 0.2
 echo made > $target
+"""
+
+
+SWAPS = """
+import torch
+from megatron import swap
+a = torch.arange(1e6)
+with swap.TensorSwap(1, "cpu") as tensors, swap.TensorSwap(1, "cpu"):
+    tensors.queue_swap_out(a)
+    tensors.cancel(a)  # finds nothing to withdraw
+    tensors.wait_swapped_out()
+    print(tensors.is_out(a), torch.equal(a, torch.arange(1e6)))
 """
 
 
@@ -49,33 +59,28 @@ def script(path: Path, text: str) -> str:
 
 
 @NEEDS_COMPILER
-def test_the_native_one_is_chosen_where_there_is_a_compiler() -> None:
-    assert queue_class() is NativeQueue
+def test_it_is_built_where_there_is_a_compiler() -> None:
+    assert build.load() is not None
     assert build.load() is build.load()
 
 
-def test_the_python_queue_is_chosen_where_that_is_wanted(
+def test_it_is_not_built_where_that_is_not_wanted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MEGATRON_SWAP_NATIVE", "0")
     with caplog.at_level(logging.INFO):
-        assert queue_class() is PythonQueue
+        assert build.load() is None
     assert caplog.text == ""
-    with pytest.raises(SwapError, match=r"queue_class\(\)"):
-        NativeQueue("test")
+    with pytest.raises(SwapError, match=r"transfer queue test: it needs the C\+\+ part"):
+        TransferQueue("test")
 
 
-def test_without_a_compiler_the_python_queue_works_and_it_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    assert queue_class() is queue_class() is PythonQueue
-    assert caplog.text.count("no compiler is on PATH (g++, c++, clang++)") == 1
-    queue = queue_class()("test")
-    queue.start()
-    queue.wait(queue.enqueue([]))
+def test_without_a_compiler_copies_begin_at_once_and_it_is_said_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": "/nowhere", "PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    environment.pop("CXX", None)
+    done = subprocess.run([sys.executable, "-c", SWAPS], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
+    assert done.stderr.count("no compiler is on PATH (g++, c++, clang++)") == 1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,7 @@ def test_a_failing_compiler_is_quoted(
         compiler = script(tmp_path / "compiler", program.replace("{log}", str(tmp_path / "log")))
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    assert queue_class() is PythonQueue
+    assert build.load() is None
     assert said in caplog.text
 
 
@@ -103,7 +108,7 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
-    assert queue_class() is PythonQueue
+    assert build.load() is None
     assert "without the C++ part of this package: no out-of-memory guard" in caplog.text
 
 
@@ -214,7 +219,7 @@ def test_another_users_folder_is_refused(
     with pytest.raises(build.BuildError, match=re.escape(said)):
         build.build(folder)
     assert said in (build.problem() or "")
-    assert queue_class() is PythonQueue
+    assert build.load() is None
     assert said in caplog.text
 
 
@@ -258,7 +263,7 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_no_header_of_cuda_is_needed() -> None:
     """The build needs neither a toolkit's headers nor those of PyTorch that include them. A PyTorch for CPUs is
     enough."""
-    here, of_torch = Path(base.__file__).parent, Path(torch.__file__).parent / "include"
+    here, of_torch = Path(build.__file__).parent, Path(torch.__file__).parent / "include"
     folders = [word for folder in (of_torch, sysconfig.get_path("include")) for word in ("-isystem", str(folder))]
     sources = [str(here / name) for name in build.NATIVE.sources]
     done = subprocess.run(["g++", *build.FLAGS, *folders, "-M", *sources], capture_output=True, text=True, check=True)
@@ -278,14 +283,14 @@ def test_others_see_two_symbols() -> None:
 
 
 def test_the_header_has_the_same_states() -> None:
-    header = (Path(base.__file__).parent / "transfer_queue.h").read_text()
+    header = (Path(build.__file__).parent / "transfer_queue.h").read_text()
     declared = ", ".join(f"{state.name.lower()} = {state.value}" for state in JobState)
     assert f"enum class JobState {{ {declared} }};" in header
 
 
 def test_the_core_needs_neither_python_nor_torch() -> None:
     for name in ("transfer_queue.h", "transfer_queue.cpp", "cuda_runtime.h", "cuda_runtime.cpp", "host_chunks.h"):
-        text = (Path(base.__file__).parent / name).read_text()
+        text = (Path(build.__file__).parent / name).read_text()
         assert not re.findall(r"#include.*(?:[/]|[Pp]ython).*", text)
 
 
@@ -293,8 +298,3 @@ def test_a_process_without_cuda_has_no_runtime() -> None:
     program = "from megatron.swap.native.cuda_library import loaded_cuda_library as found; assert found() is None"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)
-
-
-def test_the_contract_is_abstract() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        TransferQueue("test")  # type: ignore[abstract]

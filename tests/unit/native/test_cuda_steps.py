@@ -1,4 +1,4 @@
-"""One contract, both queues: CUDA copies. The fake shows order and waits; real copies need a GPU."""
+"""The transfer queue: CUDA copies. The fake shows order and waits; real copies need a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.swap.common.types import MIB, SwapError
-from megatron.swap.native.base import CudaCopy, HostCopy, TransferQueue
 from megatron.swap.native.cuda_library import loaded_cuda_library
+from megatron.swap.native.transfer_queue import CudaCopy, HostCopy, TransferQueue
 from tests.unit.native.helpers import NEEDS_COMPILER, FakeCuda, Memory, copy
 
 Make = Callable[..., TransferQueue]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from megatron.swap.native import base
+from megatron.swap.native import build
 from tests.unit.native.helpers import HERE, NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 
-NATIVE = Path(base.__file__).parent
+NATIVE = Path(build.__file__).parent
 
 
 def wrongs(folder: Path, source: str) -> str:

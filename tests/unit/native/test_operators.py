@@ -14,7 +14,6 @@ import torch
 from megatron.swap.common.types import SwapError
 from megatron.swap.native.access import storage_access
 from megatron.swap.native.build import include_folder
-from megatron.swap.native.python_queue import PythonQueue
 from megatron.swap.nn.tensors import TensorSwap
 
 HERE = Path(__file__).parent
@@ -84,7 +83,7 @@ def test_what_it_uses_does_not_leave_before_its_end(example: Any):
 
 def test_a_copy_that_fails_is_told_to_who_called_it(example: Any, monkeypatch: pytest.MonkeyPatch):
     x = torch.arange(1000.0)
-    with TensorSwap(HOST_GIB, "cpu", PythonQueue) as swap:
+    with TensorSwap(HOST_GIB, "cpu") as swap:
         swap.swap_out(x)
         swap.wait_swapped_out()
 

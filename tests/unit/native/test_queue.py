@@ -1,4 +1,4 @@
-"""One contract, both queues: host memory."""
+"""The transfer queue: host memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from typing import Any
 import pytest
 
 from megatron.swap.common.types import MIB, SwapError, UsageError
-from megatron.swap.native.base import CudaCopy, HostCopy, JobState, TransferQueue
-from megatron.swap.native.python_queue import PythonCore
-from tests.unit.native.helpers import Memory, copy
+from megatron.swap.native.transfer_queue import CudaCopy, HostCopy, TransferQueue
+from tests.unit.native.helpers import NEEDS_COMPILER, Memory, copy
 from tests.unit.test_house import ROOT
 
 Make = Callable[..., TransferQueue]
+
+pytestmark = NEEDS_COMPILER
 
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> CudaCopy:
     """A step that fails, since queues find no CUDA."""
-    monkeypatch.setattr("megatron.swap.native.base.loaded_cuda_library", lambda: None)
+    monkeypatch.setattr("megatron.swap.native.transfer_queue.loaded_cuda_library", lambda: None)
     return CudaCopy(1, 1, 1, 0, 0, 1, 0)
 
 
@@ -192,7 +193,7 @@ def test_a_queue_that_never_started_stops(make: Make) -> None:
         queue.enqueue([])
 
 
-def test_wrong_steps_are_refused_where_they_are_made(queue_type: type[TransferQueue]) -> None:
+def test_wrong_steps_are_refused_where_they_are_made() -> None:
     for made, said in [
         (lambda: HostCopy(0, 1, 1), "target=0; it is an integer and at least 1"),
         (lambda: HostCopy(1, 1, -1), "num_bytes=-1"),
@@ -202,9 +203,9 @@ def test_wrong_steps_are_refused_where_they_are_made(queue_type: type[TransferQu
         with pytest.raises(UsageError, match=said):
             made()
     with pytest.raises(UsageError, match="num_in_flight=0"):
-        queue_type("test", 0)
+        TransferQueue("test", 0)
     with pytest.raises(TypeError, match="not a step: int"):
-        queue_type("test").enqueue([1])  # type: ignore[list-item]
+        TransferQueue("test").enqueue([1])  # type: ignore[list-item]
 
 
 def test_many_threads(make: Make) -> None:
@@ -272,9 +273,7 @@ def test_waiting_lets_other_threads_run(make: Make) -> None:
     assert keep
 
 
-def test_the_native_worker_runs_while_python_holds_the_lock(make: Make, queue_type: type[TransferQueue]) -> None:
-    if queue_type.__name__ == "PythonQueue":
-        pytest.skip("a Python thread needs the lock")
+def test_the_worker_runs_while_python_holds_the_lock(make: Make) -> None:
     queue = make()
     job, keep = slow_job()
     ticket = queue.enqueue(job[:10])
@@ -286,9 +285,8 @@ def test_the_native_worker_runs_while_python_holds_the_lock(make: Make, queue_ty
 
 INTERRUPTED = """
 import ctypes, os, signal, threading
-from megatron.swap.native.base import HostCopy
-from megatron.swap.native.{module} import {name}
-queue = {name}("test")
+from megatron.swap.native.transfer_queue import HostCopy, TransferQueue
+queue = TransferQueue("test")
 queue.start()
 source = ctypes.create_string_buffer(64 << 20)
 half = 32 << 20
@@ -306,12 +304,11 @@ except KeyboardInterrupt:
 
 EXIT = """
 import ctypes, sys
-from megatron.swap.native.base import HostCopy
-from megatron.swap.native.{module} import {name}
+from megatron.swap.native.transfer_queue import HostCopy, TransferQueue
 source = ctypes.create_string_buffer(64 << 20)
 half = 32 << 20
 for number in range(3):
-    queue = {name}("test")
+    queue = TransferQueue("test")
     if number:
         queue.start()
     address = ctypes.addressof(source)
@@ -322,44 +319,30 @@ for number in range(3):
 """
 
 
-def run_program(program: str, queue_type: type[TransferQueue], **values: str) -> subprocess.CompletedProcess[str]:
-    module = "queue" if queue_type.__name__ == "NativeQueue" else "python_queue"
+def run_program(program: str, end: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program.format(module=module, name=queue_type.__name__, **values)],
+        [sys.executable, "-c", program.format(end=end)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
     )
 
 
-def test_ctrl_c_interrupts_waiting(queue_type: type[TransferQueue]) -> None:
-    done = run_program(INTERRUPTED, queue_type)
+def test_ctrl_c_interrupts_waiting() -> None:
+    done = run_program(INTERRUPTED)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 
 @pytest.mark.parametrize("end", ["", "del kept, queue", "sys.exit(0)"])
-def test_the_interpreter_ends_with_a_queue_at_work(queue_type: type[TransferQueue], end: str) -> None:
-    done = run_program(EXIT, queue_type, end=end)
+def test_the_interpreter_ends_with_a_queue_at_work(end: str) -> None:
+    done = run_program(EXIT, end)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_the_python_queue_may_be_finalized_in_its_own_thread() -> None:
-    """The garbage collector may run on any thread."""
-    core = PythonCore("test", 2, None)
-    core._reap = core.abandon  # type: ignore[method-assign]
-    core.add([], at_head=False)
-    core.add([], at_head=False)
-    core.start()
-    assert core._worker is not None
-    core._worker.join(20)
-    assert not core._worker.is_alive()
-    assert core.state(2) == JobState.WITHDRAWN
 
 
 def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_a_queue_that_goes_drops_what_waits(queue_type: type[TransferQueue]) -> None:
-    queue = queue_type("test")
+def test_a_queue_that_goes_drops_what_waits() -> None:
+    queue = TransferQueue("test")
     queue.start()
     job, keep = slow_job()
     source, target = Memory(b"new"), Memory(b"old")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.swap.native import base
+from megatron.swap.native import build
 from tests.sizes import sized
 from tests.unit.native.helpers import HERE, NEEDS_COMPILER
 
@@ -19,7 +19,7 @@ pytestmark = NEEDS_COMPILER
 
 def compile_stress(folder: Path, core: str) -> Path:
     """Compile the program with ``core`` in place of ``transfer_queue.cpp``."""
-    native = Path(base.__file__).parent
+    native = Path(build.__file__).parent
     source, made = folder / "core.cpp", folder / "queue_stress"
     source.write_text(core)
     command = ["g++", "-std=c++20", "-fsanitize=thread", "-g", "-O1", "-pthread", "-I", native]
@@ -39,7 +39,7 @@ def run_stress(program: Path, seconds: int) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def core() -> str:
-    return (Path(base.__file__).parent / "transfer_queue.cpp").read_text()
+    return (Path(build.__file__).parent / "transfer_queue.cpp").read_text()
 
 
 @pytest.mark.slow

@@ -1,18 +1,37 @@
-"""Shared parts of the tests of tensor swapping: a transfer queue that shows its order, and tensors."""
+"""Shared parts of the tests of tensor swapping: ways of copying, a transfer queue that shows its order, tensors."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 
+import pytest
 import torch
 
-from megatron.swap.native.base import Core, HostCopy, Step, TransferQueue
-from megatron.swap.native.python_queue import PythonQueue
-from megatron.swap.native.queue import queue_class
+from megatron.swap.common.types import MIB
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.host_pool import HostPool
+from megatron.swap.native.access import StorageAccess
+from megatron.swap.native.build import load
+from megatron.swap.native.transfer_queue import HostCopy, Step, TransferQueue
 
 HOST_GIB = 1 / 4
-QUEUES = {queue.__name__: queue for queue in (queue_class(), PythonQueue)}
+WAYS = ("queued", "direct")
+"""How copies begin: with a compiler and without."""
+
+
+def begin_copies(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Let each ``TensorSwap`` begin its copies in this way. Direct ones lag, and free host memory is poisoned."""
+    if way == "queued":
+        if load() is None:
+            pytest.skip("needs a compiler")
+        return
+    monkeypatch.setattr("megatron.swap.nn.tensors.load", lambda: None)
+    monkeypatch.setattr("megatron.swap.nn.tensors.storage_access", lambda: StorageAccess(native=False))
+    monkeypatch.setattr("megatron.swap.nn.tensors.HostPool", partial(HostPool, poison=True))
+    monkeypatch.setattr("megatron.swap.nn.tensors.SLAB_BYTES", MIB)
+    monkeypatch.setattr("megatron.swap.nn.direct_transfers.EmulatedDevice", partial(EmulatedDevice, 0.002))
 
 
 class OrderlyQueue(TransferQueue):
@@ -30,9 +49,6 @@ class OrderlyQueue(TransferQueue):
         self.errors: dict[int, Exception] = {}
         self.last = 0
         self.made.append(self)
-
-    def _make_core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core:
-        raise NotImplementedError("it is its own")
 
     def start(self) -> None:
         pass

@@ -15,11 +15,10 @@ import torch
 
 from megatron.swap.common.types import MIB, SwapError, UsageError
 from megatron.swap.memory.host_memory import HostMemoryError
-from megatron.swap.native.access import StorageAccess, storage_access
-from megatron.swap.native.python_queue import PythonQueue
+from megatron.swap.native.access import storage_access
 from megatron.swap.nn.operations import storage_of
 from megatron.swap.nn.tensors import TensorSwap
-from tests.unit.nn.tensor_cases import HOST_GIB, QUEUES, OrderlyQueue, tensor
+from tests.unit.nn.tensor_cases import HOST_GIB, WAYS, OrderlyQueue, begin_copies, tensor
 
 
 @pytest.fixture
@@ -28,9 +27,10 @@ def orderly() -> type[OrderlyQueue]:
     return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
 
 
-@pytest.fixture(params=QUEUES.values(), ids=QUEUES.keys())
-def swap(request: pytest.FixtureRequest) -> Iterator[TensorSwap]:
-    with TensorSwap(HOST_GIB, "cpu", request.param) as opened:
+@pytest.fixture(params=WAYS)
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorSwap]:
+    begin_copies(monkeypatch, request.param)
+    with TensorSwap(HOST_GIB, "cpu") as opened:
         yield opened
 
 
@@ -67,22 +67,19 @@ class TestErrors:
             swap.wait_swapped_out()
             assert torch.equal(a, tensor())
 
-    @pytest.mark.parametrize("native", [True, False])
-    def test_ways_to_an_address_bring_it_back(self, monkeypatch: pytest.MonkeyPatch, native: bool):
-        monkeypatch.setattr("megatron.swap.nn.tensors.storage_access", lambda: StorageAccess(native=native))
-        with TensorSwap(HOST_GIB, "cpu", PythonQueue) as swap:
-            for read in (
-                torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.__array__, repr,
-                copy.deepcopy, pickle.dumps, lambda given: torch.save(given, io.BytesIO()), "{}".format,
-                lambda given: given.storage().tolist(),
-            ):  # fmt: skip
-                a = tensor()
-                swap.swap_out(a)
-                swap.wait_swapped_out()
-                assert swap.is_out(a)
-                read(a)
-                assert not swap.is_out(a)
-                assert torch.equal(a, tensor())
+    def test_ways_to_an_address_bring_it_back(self, swap: TensorSwap):
+        for read in (
+            torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.__array__, repr,
+            copy.deepcopy, pickle.dumps, lambda given: torch.save(given, io.BytesIO()), "{}".format,
+            lambda given: given.storage().tolist(),
+        ):  # fmt: skip
+            a = tensor()
+            swap.swap_out(a)
+            swap.wait_swapped_out()
+            assert swap.is_out(a)
+            read(a)
+            assert not swap.is_out(a)
+            assert torch.equal(a, tensor())
 
     def test_what_numpy_points_at_never_leaves_again(self, swap: TensorSwap):
         a = tensor()

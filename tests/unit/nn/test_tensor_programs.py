@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megatron.swap.native.access import storage_access
-from megatron.swap.native.base import TransferQueue
 from megatron.swap.nn.tensors import TensorSwap
 from tests.sizes import sized
-from tests.unit.nn.tensor_cases import HOST_GIB, QUEUES
+from tests.unit.nn.tensor_cases import HOST_GIB, WAYS, begin_copies
 
 
 class NoSwap:
@@ -79,12 +78,13 @@ def program(seed: int, swap: Any, device: str = "cpu") -> list[list[float]]:
     return [one.tolist() for one in (torch.clone(one) for one in alive)]
 
 
-@pytest.mark.parametrize("name", QUEUES)
-def test_random_programs_are_equal_to_the_same_without_swapping(name: str):
-    """Each queue has its share of the seeds."""
+@pytest.mark.parametrize("way", WAYS)
+def test_random_programs_are_equal_to_the_same_without_swapping(monkeypatch: pytest.MonkeyPatch, way: str):
+    """Each way has its share of the seeds."""
+    begin_copies(monkeypatch, way)
     num_out, num_programs = 0, sized(500, 250)
-    for seed in range(list(QUEUES).index(name), num_programs, len(QUEUES)):
-        with TensorSwap(HOST_GIB, "cpu", QUEUES[name]) as swap:
+    for seed in range(WAYS.index(way), num_programs, len(WAYS)):
+        with TensorSwap(HOST_GIB, "cpu") as swap:
             found = program(seed, swap)
             num_out += swap.stats.out_bytes
         assert found == program(seed, NoSwap()), f"seed {seed}"
@@ -93,16 +93,20 @@ def test_random_programs_are_equal_to_the_same_without_swapping(name: str):
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES.keys())
-    def test_random_programs_are_equal_to_the_same_without_swapping(self, queue: type[TransferQueue]):
-        with TensorSwap(HOST_GIB, "cuda", queue) as swap:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_random_programs_are_equal_to_the_same_without_swapping(self, monkeypatch: pytest.MonkeyPatch, way: str):
+        begin_copies(monkeypatch, way)
+        with TensorSwap(HOST_GIB, "cuda") as swap:
             for seed in range(200):
                 assert program(seed, swap, "cuda") == program(seed, NoSwap(), "cuda"), f"seed {seed}"
             assert swap.stats.out_bytes > 200 << 12
 
-    @pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES.keys())
-    def test_memory_is_the_allocators_again_and_busy_streams_are_waited_for(self, queue: type[TransferQueue]):
-        with TensorSwap(1.0, "cuda", queue) as swap:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_memory_is_the_allocators_again_and_busy_streams_are_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch, way: str
+    ):
+        begin_copies(monkeypatch, way)
+        with TensorSwap(1.0, "cuda") as swap:
             big = torch.randn(64 << 18, device="cuda")  # 64 MiB
             expected = big.clone()
             other = torch.randn(4096, 4096, device="cuda")

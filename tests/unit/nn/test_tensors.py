@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from megatron.swap.common.types import MIB
 from megatron.swap.nn.operations import storage_of
 from megatron.swap.nn.tensors import TensorSwap
-from tests.unit.nn.tensor_cases import HOST_GIB, QUEUES, OrderlyQueue, tensor
+from tests.unit.nn.tensor_cases import HOST_GIB, WAYS, OrderlyQueue, begin_copies, tensor
 
 
 @pytest.fixture
@@ -22,9 +22,10 @@ def orderly() -> type[OrderlyQueue]:
     return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
 
 
-@pytest.fixture(params=QUEUES.values(), ids=QUEUES.keys())
-def swap(request: pytest.FixtureRequest) -> Iterator[TensorSwap]:
-    with TensorSwap(HOST_GIB, "cpu", request.param) as opened:
+@pytest.fixture(params=WAYS)
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorSwap]:
+    begin_copies(monkeypatch, request.param)
+    with TensorSwap(HOST_GIB, "cpu") as opened:
         yield opened
 
 

@@ -1,22 +1,22 @@
-"""The contract of transfer queues: jobs of copies between host memory and CUDA devices, run by one thread.
+"""The transfer queue: jobs of copies between host memory and CUDA devices, run by a thread in C++.
 
 Only `TensorSwap` uses it: the engine copies by `Device.copy`.
 
-Both implementations have a *core*, which runs the jobs and keeps states and tickets. Checks and error messages are
-here, once for both. Addresses, streams and events are plain integers, as ``data_ptr()``, ``Stream.cuda_stream`` and
-``Event.cuda_event`` return them. The caller keeps their objects alive until the job is done.
+The *core* in C++ runs the jobs and keeps states and tickets. Checks and error messages are here. Addresses, streams and
+events are plain integers, as ``data_ptr()``, ``Stream.cuda_stream`` and ``Event.cuda_event`` return them. The caller
+keeps their objects alive until the job is done.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, cast
 
 from megatron.swap.common.types import SwapError, UsageError
+from megatron.swap.native.build import load
 from megatron.swap.native.cuda_library import loaded_cuda_library
 
 WAKE_S = 0.1
@@ -87,7 +87,7 @@ class JobState(IntEnum):
 
 
 class Core(Protocol):
-    """The methods of an implementation. Any thread may call them. Tickets begin with 1; 0 means none."""
+    """The core in ``transfer_queue.h``. Any thread may call it. Tickets begin with 1; 0 means none."""
 
     def start(self) -> None: ...
     def is_started(self) -> bool: ...
@@ -118,8 +118,12 @@ class Core(Protocol):
     def num_under_way(self) -> int: ...
 
 
-class TransferQueue(ABC):
-    """A queue of jobs that a thread of its own runs one after the other.
+class _Native(Protocol):
+    def Core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
+
+
+class TransferQueue:
+    """A queue of jobs that a C++ thread of its own, which never waits for the interpreter, runs one after the other.
 
     A *job* is a sequence of steps, run in order: a step after a CUDA copy begins only when that copy is complete;
     consecutive copies are ordered on the device instead. Jobs begin in the order of the queue. A job begins while CUDA
@@ -140,17 +144,18 @@ class TransferQueue(ABC):
 
     Raises:
         UsageError: ``num_in_flight`` is below 1.
+        SwapError: the C++ part cannot be built here, or is not wanted.
     """
 
     def __init__(self, name: str, num_in_flight: int = 2, cuda_library: str | None = None) -> None:
         if num_in_flight < 1:
             raise UsageError(f"transfer queue {name}: num_in_flight={num_in_flight}; it is at least 1")
+        native = load()
+        if native is None:
+            raise SwapError(f"transfer queue {name}: it needs the C++ part of this package, which is not here")
         self.name = name
-        self._core = self._make_core(name, num_in_flight, cuda_library or loaded_cuda_library())
+        self._core = cast(_Native, native).Core(name, num_in_flight, cuda_library or loaded_cuda_library())
         weakref.finalize(self, self._core.abandon)  # at exit too, before the interpreter is finalized
-
-    @abstractmethod
-    def _make_core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
 
     def start(self) -> None:
         """Begin to run jobs; before that they only queue up. A second call does nothing."""
