@@ -116,13 +116,10 @@ def build_encoder(args: argparse.Namespace) -> Encoder:
     with quiet_imports():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-        from megatron.swap.megatron_lm.inputs import check_tokenizer
-
-    check_tokenizer(args)
     # No padding of the vocabulary: it depends on the tensor-parallel size, which is unknown here.
     try:
         tokenizer = build_tokenizer(argparse.Namespace(**{**vars(args), "pad_vocab_size": False}))
-    except (ImportError, AssertionError, AttributeError, TypeError) as error:  # missing library or files
+    except (ImportError, NameError, AssertionError, AttributeError, TypeError) as error:  # missing library or files
         raise ValueError(f"Megatron cannot build --tokenizer-type {args.tokenizer_type}: {error}") from error
     eod = tokenizer.eod
     return Encoder(

@@ -145,7 +145,7 @@ def test_conversations(trainer: Trainer, conversations: str) -> None:
 def test_refused_before_the_model_is_built(trainer: Trainer, documents: str) -> None:
     run = trainer.failing(f"{documents} {FLAG}")
     assert "Traceback" not in run.output, run.tail
-    assert run.error.startswith(f"{FLAG}: the local spec's attention takes no packed documents."), run.tail
+    assert run.error.startswith(f"{FLAG} cannot be combined with --transformer-impl local: its attention"), run.tail
 
 
 @pytest.mark.gpu

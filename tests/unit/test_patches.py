@@ -30,7 +30,6 @@ from megatron.swap.patches import (
     param_buffer,
     recompile_limit,
     rope_offsets,
-    tokenizer,
     train,
     training_log,
 )
@@ -207,7 +206,6 @@ ALL = (
     empty_part.empty_part_patch(refuse_empty_part),
     train.train_patch(lambda: None, lambda failure, model, optimizer: None),
     training_log.training_log_patch(lambda **news: None),
-    tokenizer.tokenizer_patch(lambda original: original),
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *fused_activations.fused_activations_patches(lambda function: function),
     linear_weight_gradients.PATCH,

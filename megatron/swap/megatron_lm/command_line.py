@@ -11,7 +11,7 @@ from megatron.swap.common.command_line import CommandLine, is_flag, plain_name
 from megatron.swap.common.failures import report_errors
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
-from megatron.swap.megatron_lm.compatibility import check_counts
+from megatron.swap.megatron_lm.compatibility import check_flags
 from megatron.swap.patches import registry, setup_model_and_optimizer, train
 from megatron.swap.patches.registry import PatchError
 
@@ -51,7 +51,7 @@ class _TrainingCommandLine(CommandLine):
             self.error(self.unknown(ours))
         if args is None:  # the command line of this program
             try:
-                check_counts(found)
+                check_flags(found)
             except UsageError as error:
                 self.error(str(error))
             report_errors(() if found.swap_log_level == "debug" else (SwapError, PatchError))

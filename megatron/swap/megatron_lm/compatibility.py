@@ -18,17 +18,9 @@ from megatron.swap.megatron_lm.versions import ADDED_LATER, is_gpt_config
 from megatron.swap.planner.fp8 import check_fp8_weights
 from megatron.swap.profiling.profiler import NSYS
 
-COUNTS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "seq_length", "max_position_embeddings", "vocab_size", "num_experts", "micro_batch_size", "global_batch_size",
-    "train_iters", "train_samples", "lr_decay_iters", "log_interval", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-)  # fmt: skip
-"""Megatron's flags for which 0 and less make no sense; Megatron divides by some of them."""
 
-
-def check_counts(args: argparse.Namespace) -> None:
-    """Refuse numbers of Megatron's flags that Megatron does not refuse itself, or not in words.
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuse what would make Megatron ignore our flags, or run out of memory on its way to them.
 
     Args:
         args: what was parsed, before Megatron fills in what is not given. Another program's may lack Megatron's flags.
@@ -42,22 +34,8 @@ def check_counts(args: argparse.Namespace) -> None:
             f"--yaml-cfg {args.yaml_cfg}: Megatron then ignores all flags, so the --swap- flags too. Give the settings "
             "as flags, and drop --yaml-cfg."
         )
-    for name in COUNTS:
-        number = given.get(name)
-        if number is not None and number < 1 and not (name == "train_iters" and args.skip_train):
-            raise UsageError(f"--{name.replace('_', '-')} {number}: must be at least 1.")
     if (given.get("num_layers") or 0) > MOST_LAYERS:  # a list of them may be too long to be made
         raise UsageError(f"--num-layers {args.num_layers}: must be at most {MOST_LAYERS}.")
-    if given.get("group_query_attention") and (args.num_attention_heads or 0) % (args.num_query_groups or 1):
-        raise UsageError(
-            f"--num-query-groups {args.num_query_groups}: must divide --num-attention-heads "
-            f"{args.num_attention_heads}. Change one of the two."
-        )
-    if given.get("num_experts") is not None and not 1 <= args.moe_router_topk <= args.num_experts:
-        raise UsageError(
-            f"--moe-router-topk {args.moe_router_topk}: must be from 1 to --num-experts {args.num_experts}, since each "
-            "token goes to that many different experts. Lower it, or give more experts."
-        )
 
 
 def check_model_config(model_config: Any) -> None:

@@ -1,28 +1,17 @@
-"""Checks the files and libraries that training needs before anything is built."""
+"""Checks the data that training needs before anything is built."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import struct
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.swap.common.types import UsageError
 
-TOKENIZER_LIBRARIES = {
-    "HuggingFaceTokenizer": "transformers",
-    "SFTTokenizer": "transformers",
-    "MultimodalTokenizer": "transformers",
-    "SentencePieceTokenizer": "sentencepiece",
-    "GPTSentencePieceTokenizer": "sentencepiece",
-    "Llama2Tokenizer": "sentencepiece",
-    "TikTokenizer": "tiktoken",
-}
-"""Libraries of Megatron's tokenizers that megatron-core does not bring along."""
 ENDINGS = (".idx", ".bin")
 MOST_SHOWN = 3
 """Datasets that an error names."""
@@ -31,40 +20,6 @@ HEAD = struct.Struct("<9sQBQ")
 """The beginning of an ``.idx`` file: ``MARK``, its version, the type of its tokens, its number of documents."""
 PARTS = ("training", "validation", "the test")
 """The parts of ``--split``, in its order."""
-
-
-def check_tokenizer(args: Namespace) -> None:
-    """Refuse a tokenizer whose library is not installed.
-
-    Raises:
-        UsageError: names the library.
-    """
-    library = TOKENIZER_LIBRARIES.get(args.tokenizer_type)
-    if library is not None and importlib.util.find_spec(library) is None:
-        raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type} needs the Python package {library}, which is not installed. "
-            f"Install it (pip install {library}), or choose a tokenizer that needs none: --tokenizer-type "
-            "NullTokenizer with --vocab-size, for data that consists of token numbers."
-        )
-
-
-def build_tokenizer(build: Callable[..., Any], args: Namespace, **options: Any) -> Any:
-    """Return what ``build``, Megatron's function, returns.
-
-    Raises:
-        UsageError: a library or file is missing, or a flag.
-    """
-    check_tokenizer(args)
-    try:
-        return build(args, **options)
-    except (AssertionError, ImportError, OSError, ValueError) as error:
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        model = f" --tokenizer-model {args.tokenizer_model}" if args.tokenizer_model else ""
-        raise UsageError(
-            f"--tokenizer-type {args.tokenizer_type}{model}: Megatron cannot build this tokenizer ({words}). Give "
-            "--tokenizer-model a file or folder that is there, or a name that Hugging Face's hub has and this machine "
-            "can reach."
-        ) from error
 
 
 def masks_documents(args: Namespace) -> bool:
@@ -78,43 +33,29 @@ def packs_documents(args: Namespace) -> bool:
 
 
 def check_packing(args: Namespace) -> None:
-    """Refuse what Megatron cannot do with packed documents and does not refuse, or not in words.
+    """Refuse what packed documents would train wrong with, and Megatron does not refuse.
 
     Raises:
         UsageError: names the flags.
     """
     if not packs_documents(args):
         return
-    ours = "--sft" if args.sft else "--dataloader-inter-document-masking"
-    pipeline, size = args.pipeline_model_parallel_size, args.micro_batch_size
-    context = args.context_parallel_size
+    pipeline, size, context = args.pipeline_model_parallel_size, args.micro_batch_size, args.context_parallel_size
     refused = {
-        "this Megatron does not pack documents so. Install megatron-core 0.19": (
-            "dataloader_inter_document_masking" not in vars(args)
-        ),
-        "the local spec's attention takes no packed documents. Use --transformer-impl transformer_engine, or "
+        "--transformer-impl local: its attention takes no packed documents. Use transformer_engine, or "
         "--reset-attention-mask, whose masks take sequence² bytes": args.transformer_impl == "local",
-        f"cannot be combined with --context-parallel-size {context}: Megatron does not pad documents to multiples of "
-        "twice that size, and attention over other lengths is wrong. Drop one of the two": context > 1 and not args.sft,
-        "cannot be combined with --hybrid-context-parallel: this script does not distribute its samples. Drop it": (
+        f"--context-parallel-size {context}: Megatron does not pad documents to multiples of twice that size, and "
+        "attention over other lengths is wrong. Drop one of the two": context > 1 and not args.sft,
+        "--hybrid-context-parallel: this script does not distribute its samples. Drop it": (
             vars(args).get("hybrid_context_parallel")
         ),
-        f"cannot be combined with --pipeline-model-parallel-size {pipeline} and --micro-batch-size {size}: a stage "
-        "receives several samples, not one pack. Give --micro-batch-size 1": pipeline > 1 and size > 1,
-        "trains on conversations. Drop --mock-data, and give --data-path FILE.jsonl": args.sft and args.mock_data,
-        "needs --tokenizer-type SFTTokenizer, and --tokenizer-model with a Hugging Face tokenizer": (
-            args.sft and args.tokenizer_type != "SFTTokenizer"
-        ),
-        "resets positions and attention by itself. Drop --reset-position-ids and --reset-attention-mask": (
-            args.sft and (args.reset_position_ids or args.reset_attention_mask)
-        ),
-        "needs the Python package datasets, which is not installed. Install it (pip install datasets)": (
-            args.sft and importlib.util.find_spec("datasets") is None
-        ),
+        f"--pipeline-model-parallel-size {pipeline} and --micro-batch-size {size}: a stage receives several samples, "
+        "not one pack. Give --micro-batch-size 1": pipeline > 1 and size > 1,
     }
+    ours = "--sft" if args.sft else "--dataloader-inter-document-masking"
     for why, is_refused in refused.items():
         if is_refused:
-            raise UsageError(f"{ours}: {why}.")
+            raise UsageError(f"{ours} cannot be combined with {why}.")
 
 
 def check_data(args: Namespace) -> None:

@@ -8,11 +8,10 @@ import torch
 
 from megatron.swap.common.failures import report_errors
 from megatron.swap.common.types import SwapError
-from megatron.swap.megatron_lm.inputs import build_tokenizer, refuse_empty_part
+from megatron.swap.megatron_lm.inputs import refuse_empty_part
 from megatron.swap.patches import compile_helpers, cpu, registry
 from megatron.swap.patches.empty_part import empty_part_patch
 from megatron.swap.patches.registry import AppliedPatches, PatchError
-from megatron.swap.patches.tokenizer import tokenizer_patch
 
 _applied: list[AppliedPatches] = []
 
@@ -35,7 +34,7 @@ def prepare(argv: Sequence[str] = ()) -> None:
     if _applied:
         return
     needed = () if torch.cuda.is_available() else cpu.CPU_PATCHES
-    optional = [compile_helpers.PATCH, tokenizer_patch(build_tokenizer), empty_part_patch(refuse_empty_part)]
+    optional = [compile_helpers.PATCH, empty_part_patch(refuse_empty_part)]
     _applied.append(registry.apply(needed, optional))
     registry.say_left_out(_applied[-1])
 

@@ -13,6 +13,10 @@ from contextlib import contextmanager
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.patches.registry import PatchError
 
+REFUSALS = (
+    AssertionError, ArithmeticError, ImportError, NameError, OSError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
+
 
 @contextmanager
 def told_refusals(*, in_full: bool) -> Iterator[None]:
@@ -30,7 +34,7 @@ def told_refusals(*, in_full: bool) -> Iterator[None]:
         yield
     except (SwapError, PatchError):
         raise
-    except (AssertionError, ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except REFUSALS as error:
         if in_full:
             raise
         raise UsageError(

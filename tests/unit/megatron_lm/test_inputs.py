@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -13,10 +12,8 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.inputs import (
     HEAD,
     MARK,
-    TOKENIZER_LIBRARIES,
     check_data,
     check_packing,
-    check_tokenizer,
     split_for,
 )
 
@@ -148,33 +145,26 @@ def packing(**given: object) -> Namespace:
     """Flags with which TransformerEngine trains on packed documents."""
     flags = {
         "sft": False, "dataloader_inter_document_masking": True, "transformer_impl": "transformer_engine",
-        "context_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 2, "mock_data": False,
-        "tokenizer_type": "NullTokenizer", "reset_position_ids": False, "reset_attention_mask": False,
+        "context_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 2,
         "hybrid_context_parallel": False,
     }  # fmt: skip
     return Namespace(**flags | given)
 
 
-SFT = {"sft": True, "dataloader_inter_document_masking": False, "tokenizer_type": "SFTTokenizer"}
+SFT = {"sft": True, "dataloader_inter_document_masking": False}
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"transformer_impl": "local"}, "--dataloader-inter-document-masking: the local spec's attention takes no"),
+        ({"transformer_impl": "local"}, "with --transformer-impl local: its attention takes no packed documents"),
         ({"context_parallel_size": 2}, "with --context-parallel-size 2: Megatron does not pad documents"),
         ({"hybrid_context_parallel": True}, "with --hybrid-context-parallel"),
         ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size 4 and --micro-batch-size 2: a stage"),
-        (SFT | {"transformer_impl": "local"}, "--sft: the local spec's attention"),
-        (SFT | {"mock_data": True}, "--sft: trains on conversations. Drop --mock-data"),
-        (SFT | {"tokenizer_type": "NullTokenizer"}, "--sft: needs --tokenizer-type SFTTokenizer"),
-        (SFT | {"reset_position_ids": True}, "Drop --reset-position-ids"),
-        (SFT | {"datasets": None}, r"--sft: needs the Python package datasets.*pip install datasets"),
+        (SFT | {"pipeline_model_parallel_size": 4}, "^--sft cannot be combined with --pipeline-model-parallel-size 4"),
     ],
 )
-def test_what_packed_documents_do_not_go_with(monkeypatch: pytest.MonkeyPatch, given: dict[str, object], words: str):
-    found = {**given}.pop("datasets", object())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+def test_what_packed_documents_do_not_go_with(given: dict[str, object], words: str):
     with pytest.raises(UsageError, match=words) as caught:
         check_packing(packing(**given))
     assert "\n" not in str(caught.value)
@@ -183,34 +173,9 @@ def test_what_packed_documents_do_not_go_with(monkeypatch: pytest.MonkeyPatch, g
 @pytest.mark.parametrize(
     "given",
     [
-        {}, {"reset_attention_mask": True, "reset_position_ids": True, "mock_data": True}, SFT,
-        SFT | {"context_parallel_size": 2}, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1},
+        {}, SFT, SFT | {"context_parallel_size": 2}, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1},
         {"dataloader_inter_document_masking": False, "transformer_impl": "local", "context_parallel_size": 2},
     ],
 )  # fmt: skip
-def test_what_packed_documents_go_with(monkeypatch: pytest.MonkeyPatch, given: dict[str, object]):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+def test_what_packed_documents_go_with(given: dict[str, object]):
     check_packing(packing(**given))
-
-
-def test_an_older_megatron_packs_no_documents():
-    args = packing(**SFT)
-    del args.dataloader_inter_document_masking, args.hybrid_context_parallel
-    with pytest.raises(UsageError, match=r"--sft: this Megatron does not pack documents so. Install megatron-core"):
-        check_packing(args)
-
-
-@pytest.mark.parametrize("tokenizer", TOKENIZER_LIBRARIES)
-def test_a_tokenizer_without_its_library(monkeypatch: pytest.MonkeyPatch, tokenizer: str):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError) as caught:
-        check_tokenizer(Namespace(tokenizer_type=tokenizer))
-    library = TOKENIZER_LIBRARIES[tokenizer]
-    assert f"--tokenizer-type {tokenizer} needs the Python package {library}" in str(caught.value)
-    assert f"pip install {library}" in str(caught.value)
-
-
-def test_tokenizers_that_can_be_built(monkeypatch: pytest.MonkeyPatch):
-    check_tokenizer(Namespace(tokenizer_type="NullTokenizer"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    check_tokenizer(Namespace(tokenizer_type="HuggingFaceTokenizer"))
