@@ -116,7 +116,10 @@ def report_native() -> None:
     """Print a note if training will have no native part: it is asked for, since a built one needs no compiler."""
     problem = importlib.import_module("megatron.swap.native.build").problem()
     if problem:
-        note(f"{problem}: no --swap-oom-guard, and copies of TensorSwap cannot be withdrawn")
+        note(
+            f"{problem}: no --swap-oom-guard, copies of TensorSwap cannot be withdrawn, and swap.activations "
+            "recomputes whole layers only"
+        )
 
 
 def report_kernel() -> str | None:

@@ -74,9 +74,8 @@ def load_operators() -> OperatorLibrary | None:
         _pass_higher_order_operators(module.KEY)
     except (AttributeError, BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "without the C++ part that follows operators, layers with recomputed operators take the host longer. "
-            "%s", error,
-        )  # fmt: skip
+            "without the C++ part that follows operators, swap.activations recomputes whole layers only. %s", error
+        )
         return None
     return cast(OperatorLibrary, module)
 

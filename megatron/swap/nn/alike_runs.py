@@ -6,7 +6,7 @@ layers are alike, so a few of them show what all save. The others run in a check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import nn
@@ -26,14 +26,10 @@ class AlikeRuns:
     Args:
         is_measuring: whether steps are measured now.
         has_room: whether the host has room for this many bytes more.
-
-    Attributes:
-        unseen: classes of layers whose operators C++ does not see all. Dispatch modes see them.
     """
 
     def __init__(self, is_measuring: Callable[[], bool], has_room: Callable[[int], bool]) -> None:
         self.is_measuring = is_measuring
-        self.unseen: set[type] = set()
         self._has_room = has_room
         self._measured: dict[Hashable, list[int]] = {}  # runs of this forward
         self._inputs: dict[Hashable, list[Alias]] = {}  # what these were called with
@@ -71,27 +67,28 @@ class AlikeRuns:
 
 
 def kind_of(
-    module: nn.Module, inputs: Iterable[torch.Tensor], operators: Sequence[Hashable] | None, *others: Hashable
+    module: nn.Module, inputs: Iterable[torch.Tensor], did: Iterable[Hashable] | None, *others: Hashable
 ) -> Hashable:
     """Return what runs have in common that save tensors of the same sizes at the same sites.
 
     Args:
         module: the layer.
         inputs: what it is called with.
-        operators: those of its last run, with the shapes of what they made; ``None``: not known.
+        did: the operators of its last run, with the shapes of what they made, or what it saved; ``None``: not known.
         others: further values that have to be equal.
     """
     return (
         type(module),
-        tuple((name, *_shape(one)) for name, one in module.named_parameters()),
-        tuple((name, *_shape(one)) for name, one in module.named_buffers()),
-        tuple(map(_shape, inputs)),
-        None if operators is None else tuple(operators),
+        tuple((name, *form_of(one)) for name, one in module.named_parameters()),
+        tuple((name, *form_of(one)) for name, one in module.named_buffers()),
+        tuple(map(form_of, inputs)),
+        None if did is None else tuple(did),
         others,
     )
 
 
-def _shape(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+def form_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """Return what the bytes of ``tensor`` follow from, and whether it needs a gradient."""
     if not is_plain(tensor):
         return (type(tensor),)
     return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad

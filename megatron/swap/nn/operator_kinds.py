@@ -66,8 +66,6 @@ _KINDS: dict[int, tuple[Any, Kind]] = {}
 
 
 def _kind_of(func: Any) -> Kind:
-    if not hasattr(func, "_schema"):
-        return Kind.OTHER  # a higher-order operator
     schema, tags = func._schema, set(func.tags)
     if schema.is_mutable:
         return Kind.WRITES
@@ -83,7 +81,7 @@ def has_atomics(operators: Iterable[Any]) -> bool:
     """Whether results of ``operators`` may differ in their last bits on a GPU."""
     if torch.are_deterministic_algorithms_enabled():
         return False
-    return any(getattr(func, "overloadpacket", None) in ATOMICS for func in operators)
+    return any(func.overloadpacket in ATOMICS for func in operators)
 
 
 def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ from megatron.swap.engine.run_prints import SEED_BYTES
 from megatron.swap.native.operator_following import Following
 from megatron.swap.nn.compared_tensors import Compared, Flow, Saved, compared
 from megatron.swap.nn.module_boundary import tensors_in
-from megatron.swap.nn.operator_following import OperatorSequence, followed, uncompiled
+from megatron.swap.nn.operator_following import followed, uncompiled
 from megatron.swap.nn.operator_kinds import REPEATABLE, Kind, kind_of, producer_of, written
 
 
@@ -47,7 +47,6 @@ class OperatorOrder:
         last_write: position of the last operator that writes to a storage, by the storage's number; infinite: the model
             does, after the layer.
         recorded: positions of operators that were recorded when all were wanted.
-        in_cpp: C++ was to see them.
         num_modes: dispatch modes that were active around the layer. With others operators may do something else.
         compared: the saved tensors that are compared if the layer runs again.
         needs: whether each tensor that the layer may read needs a gradient. With others it saves other tensors.
@@ -58,7 +57,6 @@ class OperatorOrder:
     firsts: list[int] = field(default_factory=list)
     last_write: dict[int, float] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
-    in_cpp: bool = False
     num_modes: int = 0
     compared: Compared | None = None
     needs: tuple[bool, ...] = ()
@@ -74,17 +72,15 @@ class Operators:
     Args:
         recomputer: is told while the context is entered, so that operators of its own are not seen.
         tensors: tensors that the layer may read or change: its weights, its buffers and its inputs.
-        in_cpp: C++ may see them, not a dispatch mode. With a mode torch may run other operators than without.
 
     Attributes:
         saw_all, is_as_expected: those of ``Following``, after the end.
     """
 
-    sequence: OperatorSequence | None = None
+    sequence: object | None = None
     """The operators that are expected, if only some of them are to be seen."""
 
-    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool = True) -> None:
-        self.in_cpp = in_cpp
+    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
         self.saw_all = self.is_as_expected = False
         self._recomputer = recomputer
         self._outer: Callable[[], AbstractContextManager[None]] | None = None
@@ -100,7 +96,7 @@ class Operators:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        self._followed = followed(self.ran, self.sequence, self.in_cpp)
+        self._followed = followed(self.ran, self.sequence)
         self._outer, self._recomputer.unwatched = self._recomputer.unwatched, self._followed.unseen
         self._followed.begin()
         return self
@@ -141,9 +137,9 @@ class OperatorWatch(Operators):
     to find that out: what was to be made from it has been freed.
     """
 
-    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor], in_cpp: bool = True) -> None:
-        super().__init__(recomputer, tensors, in_cpp)
-        self.order = OperatorOrder(in_cpp=self.in_cpp, num_modes=_len_torch_dispatch_stack())
+    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__(recomputer, tensors)
+        self.order = OperatorOrder(num_modes=_len_torch_dispatch_stack())
         self._num_outputs = 0
         self._num_given = self._num_before
         self._flows: list[Flow] = []
@@ -204,7 +200,7 @@ class OperatorFollower(Operators):
         order: OperatorOrder,
         tensors: Iterable[torch.Tensor] = (),
     ) -> None:
-        super().__init__(recomputer, tensors, order.in_cpp)
+        super().__init__(recomputer, tensors)
         self._layer = layer
         self._sources = sources
         self._order = order

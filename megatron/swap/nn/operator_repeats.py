@@ -13,7 +13,7 @@ from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.repeated_run import NotingPacker, RepeatingPacker, RunMemo
 from megatron.swap.engine.saved_tensors import LayerPacker
-from megatron.swap.nn.operator_following import OperatorSequence, uncompiled
+from megatron.swap.nn.operator_following import sequence_of, uncompiled
 from megatron.swap.nn.operator_kinds import producer_of
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, of_tensors, part_of
 
@@ -92,7 +92,7 @@ class Repeat(NamedTuple):
 
     memo: RunMemo
     outputs: Mapping[int, Outputs]
-    sequence: OperatorSequence
+    sequence: object
 
     @classmethod
     def of(cls, memo: RunMemo, order: OperatorOrder) -> Repeat:
@@ -105,7 +105,7 @@ class Repeat(NamedTuple):
         for position, of in numbers.items():
             again, read = (tuple(one for one in of if (one in made) is is_made) for is_made in (True, False))
             outputs[position] = Outputs(order.firsts[position], producer_of(order.operators[position]), again, read)
-        return cls(memo, outputs, OperatorSequence.of(order.operators, outputs, order.in_cpp))
+        return cls(memo, outputs, sequence_of(order.operators, outputs))
 
 
 class RepeatedRuns:

@@ -24,7 +24,6 @@ from megatron.swap.engine.function_transforms import untransformed
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.memory.host_memory import machine_memory_gib
-from megatron.swap.native.operator_following import load_operators
 from megatron.swap.nn.found_layers import is_compiled
 from megatron.swap.nn.layer_devices import devices_of
 from megatron.swap.nn.module_boundary import ModuleBoundary
@@ -98,7 +97,6 @@ class PlannedActivations(SwappedActivations):
         return self._tier.pool.has_room(num_bytes)
 
     def _begin(self) -> None:
-        load_operators()  # built once for a machine, and now: a step that waits for the compiler would be judged slow
         for switched, line in take_over(self._model):
             self._undo += switched
             self._say_here([line])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -28,13 +28,18 @@ from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.recomputed_run import seeing_saved
 from megatron.swap.engine.run_snapshot import RunSnapshot
 from megatron.swap.engine.saved_tensors import SavedTensors
-from megatron.swap.nn.alike_runs import AlikeRuns, kind_of
+from megatron.swap.native.operator_following import load_operators
+from megatron.swap.nn.alike_runs import AlikeRuns, form_of, kind_of
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
 from megatron.swap.nn.operator_kinds import has_atomics
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch
 from megatron.swap.nn.operator_repeats import RepeatedRuns
 from megatron.swap.profiling.saved_tensor_hooks import users_hooks
+
+MOST_UNSEEN = 3
+"""Runs in a row of which C++ has not seen all operators, behind which a layer is followed no more: it takes a gradient,
+enters a dispatch mode, or has operators in other threads. One run may do so while ``torch.compile`` compiles."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,15 @@ class PlannedBoundary(ModuleBoundary):
         self.is_first_step = True
         self._nth = -1  # of the layer's runs in this forward
         self._orders: dict[int, OperatorOrder] = {}  # of the n-th run
+        self._saved: dict[int, tuple[Hashable, ...]] = {}  # forms of the tensors that the n-th run saves
         self._probes: list[tuple[OperatorOrder, int, Alias]] = []  # of storages, by their numbers
         # Outputs to record, by run, under the present policy; None: all. Before a run has shown it there is no entry.
         self._wanted: dict[int, frozenset[int] | None] = {}
         self._repeats = RepeatedRuns()
-        self._has_operators = not computing_devices(module)  # offloaded weights are elsewhere in backward
+        # C++ is built once for a machine, and now: a step that waits for the compiler would be judged slow. Offloaded
+        # weights are elsewhere in backward.
+        self._has_operators = load_operators() is not None and not computing_devices(module)
+        self._num_unseen = 0  # runs in a row
         self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
         self._make_packer = self._repeats.packer
@@ -113,8 +122,9 @@ class PlannedBoundary(ModuleBoundary):
             self._runs_once = in_transform() or users_hooks() is not None
             if not run.is_whole and not self._runs_once and self._alike.is_measuring():
                 order = self._orders.get(self._nth)
-                operators = None if order is None else [*zip(order.operators, order.shapes, strict=True)]
-                self._kind = kind_of(self.module, _tensors([args, kwargs]), operators, self._has_operators)
+                # A layer that is not followed is told from others by what it saves.
+                did = self._saved.get(self._nth) if order is None else zip(order.operators, order.shapes, strict=True)
+                self._kind = kind_of(self.module, _tensors([args, kwargs]), did, self._has_operators)
                 self._like = self._alike.find(self._kind)
             is_again = (run.is_whole and not self._runs_once) or self._like
             self.set_position(run.position, checkpoint if is_again else None)
@@ -212,7 +222,7 @@ class PlannedBoundary(ModuleBoundary):
         """Run the layer. If some of what it saves may be recomputed, watch its operators, or record them."""
         recomputer = self._saved_tensors.recomputer
         if recomputer is None or not recomputer.is_recording or not self._has_operators:
-            return self._inner(*args, **kwargs)
+            return self._run_unwatched(*args, **kwargs)
         order = self._orders.get(self._nth)
         if order is None or self.is_first_step:
             return self._run_watched(recomputer, *args, **kwargs)
@@ -226,8 +236,6 @@ class PlannedBoundary(ModuleBoundary):
         with follower:
             result = self._inner(*args, **kwargs)
         self._repeats.end(follower.is_as_watched)
-        if not follower.saw_all:
-            self._alike.unseen.add(type(self.module))
         if not follower.is_as_watched:  # the next run is watched
             self._records = None
             self._forget_order(recomputer)
@@ -255,16 +263,29 @@ class PlannedBoundary(ModuleBoundary):
     def _needs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, ...]:
         return tuple([tensor.requires_grad for tensor in self._tensors_before(args, kwargs)])
 
+    def _run_unwatched(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._kind is None else self._noting_saved():
+            return self._inner(*args, **kwargs)
+
+    @contextmanager
+    def _noting_saved(self) -> Iterator[None]:
+        saved: list[Hashable] = []
+        with seeing_saved(lambda tensor: saved.append(form_of(tensor))):
+            yield
+        self._saved[self._nth] = tuple(saved)
+
     def _run_watched(self, recomputer: Recomputer, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and learn the order of its operators."""
         before = self._orders.get(self._nth)
-        in_cpp = type(self.module) not in self._alike.unseen
-        with OperatorWatch(recomputer, self._tensors_before(args, kwargs), in_cpp) as watch, seeing_saved(watch.saves):
+        watching = OperatorWatch(recomputer, self._tensors_before(args, kwargs))
+        with watching as watch, seeing_saved(watch.saves), self._noting_saved():
             result = self._inner(*args, **kwargs)
         if not watch.saw_all:
-            self._alike.unseen.add(type(self.module))
+            self._num_unseen += 1
+            self._has_operators = self._num_unseen < MOST_UNSEEN
             self._orders.pop(self._nth, None)
             return result
+        self._num_unseen = 0
         order = self._orders[self._nth] = watch.end()
         order.needs = self._needs(args, kwargs)
         if before is not None and before.operators == order.operators:
@@ -302,6 +323,7 @@ class PlannedBoundary(ModuleBoundary):
         # Else the first run under a plan would have to watch, and to keep what single operators have made.
         must_watch = self._like and self._has_operators and self._nth not in self._orders
         watcher = self._saved_tensors.recomputer if must_watch else None
+        inner = self._run_unwatched if watcher is None else partial(self._run_watched, watcher)
         # The checkpoint restores the random numbers of the devices of its arguments: there is always one on this.
         device = self._saved_tensors.device
         on_device = torch.empty(0, device=device)
@@ -321,11 +343,8 @@ class PlannedBoundary(ModuleBoundary):
                 full[i] = tensor
             again_args, again_kwargs = _pytree.tree_unflatten(full, structure)
             work = self._manager.ranges.storage("recompute", group) if in_backward() else nullcontext()
-            inner = self._inner
-            if watcher is not None and not in_backward():
-                inner = partial(self._run_watched, watcher)
             with work:
-                return checked(inner, *again_args, **again_kwargs)
+                return checked(self._inner if in_backward() else inner, *again_args, **again_kwargs)
 
         contexts = lambda: (nullcontext(), self._saved_tensors.counting())  # noqa: E731
         return checkpoint(run, on_device, *inputs, use_reentrant=False, context_fn=contexts)

@@ -123,7 +123,9 @@ def test_the_doctor_says_why_there_is_no_native_part(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv(name, value)
     assert doctor.main([]) == 0
-    assert f"note: {words}: no --swap-oom-guard, and copies of TensorSwap" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"note: {words}: no --swap-oom-guard, copies of TensorSwap" in said
+    assert "swap.activations recomputes whole layers only" in said
 
 
 def test_a_native_part_that_cannot_be_loaded(

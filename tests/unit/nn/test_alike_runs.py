@@ -24,6 +24,7 @@ from megatron.swap.nn.planned_activations import PlannedActivations
 from megatron.swap.planner.profile import LayerClass, load_profile
 from tests.plain_loop import WIDTH, Mlp, encoder, mlps, rows, tokens, train
 from tests.planned_loop import NUM_STEPS, QUIET, check, unswapped
+from tests.unit.nn.test_operator_repeats import Seeing
 
 
 @pytest.fixture
@@ -209,9 +210,22 @@ class Heads(nn.Module):
         return hidden + self.out((scores @ head).transpose(1, 2).reshape(batch, length, width))
 
 
-def test_layers_that_save_other_shapes_are_of_another_kind(no_room: list[tuple[int, ...]]) -> None:
+class Moded(Heads):
+    """C++ does not see all of its operators."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with Seeing():
+            return super().forward(hidden)
+
+
+@pytest.mark.parametrize(("layer", "has_compiler"), [(Heads, True), (Heads, False), (Moded, True)])
+def test_layers_that_save_other_shapes_are_of_another_kind(
+    layer: type[Heads], has_compiler: bool, no_room: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_compiler:
+        monkeypatch.setattr(planned_boundary, "load_operators", lambda: None)
     torch.manual_seed(7)
-    trained(nn.Sequential(*(Heads(heads) for heads in (2, 2, 2, 16, 16, 16, 16))), tokens, 0.6)
+    trained(nn.Sequential(*(layer(heads) for heads in (2, 2, 2, 16, 16, 16, 16))), tokens, 0.6)
     measured = [found[-1] if found else None for found in no_room[7:14]]  # the first recorded step
     assert measured == [None, None, None, None, None, 4, 4]
 

@@ -11,6 +11,9 @@ from torch.nn import functional
 from megatron.swap.engine.recomputed_run import seeing_saved
 from megatron.swap.nn.compared_tensors import Flow, Saved, compared
 from megatron.swap.nn.operator_records import OperatorWatch
+from tests.unit.native.helpers import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
 
 WIDTH, NUM_ROWS = 64, 32
 
@@ -19,7 +22,7 @@ def saved_by(layer: nn.Module, *more: torch.Tensor) -> tuple[list[torch.Tensor],
     """Run ``layer``. Return the tensors that it saves, and the places of those that are compared, last and in turn."""
     hidden, tensors = torch.randn(NUM_ROWS, WIDTH, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        watch = OperatorWatch(_Unwatched(), [*layer.parameters(), hidden, *more], in_cpp=False)  # type: ignore[arg-type]
+        watch = OperatorWatch(_Unwatched(), [*layer.parameters(), hidden, *more])  # type: ignore[arg-type]
         with watch, seeing_saved(lambda tensor: (tensors.append(tensor.detach()), watch.saves(tensor))):
             result = layer(hidden, *more)
         assert result.requires_grad

@@ -32,6 +32,7 @@ from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
 from megatron.swap.profiling.observer import Observer
+from tests.unit.native.helpers import NEEDS_COMPILER
 
 transformers = pytest.importorskip("transformers")
 from megatron.swap.nn.config_model import Training, checkpointed, model_of, step_of, swapped_part  # noqa: E402
@@ -220,6 +221,7 @@ def test_steps_under_a_plan_take_what_the_simulation_says(
         assert found.ms == pytest.approx(solution.prediction.step_ms, rel=0.05), fraction
 
 
+@NEEDS_COMPILER
 def test_plans_are_tried_as_a_run_tries_them(tmp_path: Path) -> None:
     """A plan's peak is what its steps reserve: with fewer fragments a faster plan fits, with more a slower one."""
     training = Training(64, 8, "bf16", "none")
@@ -282,6 +284,7 @@ def compared(predicted: float, found: float, places: int) -> str:
 
 
 @pytest.mark.slow
+@NEEDS_COMPILER
 def test_an_h200_measured_what_is_predicted(
     measured: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,13 +21,16 @@ from megatron.swap.engine import offload
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.nn import operator_following, operator_kinds, operator_records, planned_activations, planned_boundary
-from megatron.swap.nn.operator_following import OperatorSequence
+from megatron.swap.nn.operator_following import sequence_of
 from megatron.swap.nn.operator_kinds import Kind, kind_of
 from megatron.swap.nn.operator_records import OperatorRecords, OperatorWatch
 from megatron.swap.nn.operator_repeats import OperatorRepeats
 from megatron.swap.planner.profile import Link
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
+from tests.unit.native.helpers import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
 
 aten = torch.ops.aten
 WIDTH = 32
@@ -319,20 +322,18 @@ def broken(value: torch.Tensor) -> torch.Tensor:
     return value * factor + torch.nonzero(value).sum()
 
 
-@pytest.mark.parametrize("in_cpp", [True, False])
-def test_what_watches_is_not_compiled(monkeypatch: pytest.MonkeyPatch, in_cpp: bool) -> None:
+def test_what_watches_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs between compiled pieces, where PyTorch would compile it."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     compiled, recomputer, value = torch.compile(broken, backend="eager"), RecordSpy(), torch.ones(3)
     for _ in range(2):  # while it compiles there are modes
-        with OperatorWatch(recomputer, [value], in_cpp) as watch:  # type: ignore[arg-type]
+        with OperatorWatch(recomputer, [value]) as watch:  # type: ignore[arg-type]
             compiled(value)
     assert watch.saw_all
-    assert watch.order.in_cpp is in_cpp
     with OperatorRecords(recomputer, 0, {}, watch.order, [value]) as records:  # type: ignore[arg-type]
         compiled(value)
     assert records.is_as_watched
-    repeat = SimpleNamespace(sequence=OperatorSequence.of(watch.order.operators, (), in_cpp), outputs={})
+    repeat = SimpleNamespace(sequence=sequence_of(watch.order.operators, ()), outputs={})
     with OperatorRepeats(recomputer, 0, {}, watch.order, recomputer, repeat) as repeats:  # type: ignore[arg-type]
         compiled(value)
     assert repeats.is_as_watched
@@ -341,7 +342,6 @@ def test_what_watches_is_not_compiled(monkeypatch: pytest.MonkeyPatch, in_cpp: b
         for _, function in inspect.getmembers(module):
             if inspect.isfunction(inspect.unwrap(function)):
                 codes.append(inspect.unwrap(function).__code__)
-    codes.append(inspect.unwrap(operator_following._Mode.__torch_dispatch__).__code__)
     assert not any(map(_debug_get_cache_entry_list, codes))
     assert _debug_get_cache_entry_list(broken.__code__)
     torch._dynamo.reset()

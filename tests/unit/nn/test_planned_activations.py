@@ -23,6 +23,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.recomputed_run import RecomputedRunError
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
+from megatron.swap.native.operator_following import load_operators
 from megatron.swap.nn import planned_activations, planned_boundary, swapped_activations
 from megatron.swap.planner.profile import Link, load_profile
 from tests.plain_loop import (
@@ -62,6 +63,19 @@ def test_layers_recomputed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned_boundary, "computing_devices", lambda _: True)  # so that no operators are recorded
     for plan in assert_planned(mlps):
         assert "recomputed as a whole" in plan
+
+
+def test_without_a_compiler_layers_are_recomputed_whole(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(planned_boundary, "load_operators", functools.cache(load_operators.__wrapped__))
+    monkeypatch.setattr(planned_boundary, "OperatorWatch", lambda *_: pytest.fail("follows"))
+    for plan in assert_planned(mlps):
+        assert "recomputed as a whole" in plan
+    assert caplog.text.count("swap.activations recomputes whole layers only. no compiler is on PATH") == 1
 
 
 @pytest.mark.usefixtures("no_sections")
