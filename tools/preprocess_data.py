@@ -119,7 +119,7 @@ def build_encoder(args: argparse.Namespace) -> Encoder:
     # No padding of the vocabulary: it depends on the tensor-parallel size, which is unknown here.
     try:
         tokenizer = build_tokenizer(argparse.Namespace(**{**vars(args), "pad_vocab_size": False}))
-    except (ImportError, NameError, AssertionError, AttributeError, TypeError) as error:  # missing library or files
+    except (ImportError, NameError, AssertionError, AttributeError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"Megatron cannot build --tokenizer-type {args.tokenizer_type}: {error}") from error
     eod = tokenizer.eod
     return Encoder(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
@@ -237,14 +236,3 @@ def test_corpus_program_prints_a_prefix_that_megatron_reads(tmp_path: Path) -> N
     assert again.stdout == first.stdout
     assert again.stderr == ""
     assert indexed_text.dataset_files(prefix)[0].stat().st_mtime_ns == stamp
-
-
-def test_a_tokenizer_without_its_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
-    lines = write_jsonl(tmp_path / "a.jsonl", ["text"])
-    words = ("--input", lines, "--output-prefix", tmp_path / "out", "--tokenizer-type", "HuggingFaceTokenizer")
-    assert convert(*words, "--tokenizer-model", "gpt2") == 1
-    assert "--tokenizer-type HuggingFaceTokenizer needs the Python package transformers" in capsys.readouterr().err
