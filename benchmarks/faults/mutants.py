@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.faults.trial import BROKEN, MISSED, run_trial
 from benchmarks.machine import ROOT, facts
 
-FOLDERS = ("engine", "nn", "memory", "optimizer", "planner")
+FOLDERS = ("dry", "engine", "memory", "nn", "operators", "optimizer", "planner", "profiling", "tensor_swap")
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),

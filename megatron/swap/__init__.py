@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from megatron.swap.nn.module_weights import WeightStats, WeightSwap, weights
     from megatron.swap.nn.planned_activations import PlannedActivations
     from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
-    from megatron.swap.nn.tensors import TensorStats, TensorSwap
     from megatron.swap.session.built import BuiltStats, BuiltSwap, install
     from megatron.swap.session.pretraining import pretrain
     from megatron.swap.session.session import SwapSession
+    from megatron.swap.tensor_swap.swap import TensorStats, TensorSwap
 
 __all__ = [
     "BuiltStats",
@@ -69,8 +69,8 @@ _MODULES = {
     "SwapSession": "session.session",
     "SwapStats": "nn.swapped_activations",
     "SwappedActivations": "nn.swapped_activations",
-    "TensorStats": "nn.tensors",
-    "TensorSwap": "nn.tensors",
+    "TensorStats": "tensor_swap.swap",
+    "TensorSwap": "tensor_swap.swap",
     "WeightStats": "nn.module_weights",
     "WeightSwap": "nn.module_weights",
     "activations": "nn.module_activations",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.swap.nn.tensors import TensorStats, TensorSwap
+from megatron.swap.tensor_swap.swap import TensorStats, TensorSwap
 
 __all__ = ["TensorStats", "TensorSwap"]

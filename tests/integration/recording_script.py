@@ -26,7 +26,7 @@ from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.megatron_lm.attention import sdpa_layer_spec
 from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import Device, Link, Pipeline, save_profile
-from megatron.swap.planner.profile_builder import build_profile
+from megatron.swap.profiling.profile_builder import build_profile
 from megatron.swap.session.session import SwapSession
 from pretrain_gpt_swap import forward_step, provide_datasets
 

@@ -14,10 +14,10 @@ from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.types import GIB, OPERATOR, SwapError
 from megatron.swap.planner.host_time import WHOLE_LAYER
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
-from megatron.swap.planner.profile_builder import build_profile, trained_layers, with_recorded_times
-from megatron.swap.planner.recording import Recording
 from megatron.swap.profiling.footprint import Footprint
 from megatron.swap.profiling.link_benchmark import measure_link, slowest_link
+from megatron.swap.profiling.profile_builder import build_profile, trained_layers, with_recorded_times
+from megatron.swap.profiling.recording import Recording
 
 
 @dataclass(frozen=True)

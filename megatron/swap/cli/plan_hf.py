@@ -11,7 +11,7 @@ from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.printable import in_one_line
 from megatron.swap.common.types import UsageError
-from megatron.swap.nn.config_model import (
+from megatron.swap.dry.config_model import (
     CHECKPOINT_CALL,
     Training,
     alone,
@@ -20,8 +20,8 @@ from megatron.swap.nn.config_model import (
     step_of,
     swapped_part,
 )
-from megatron.swap.nn.dry_engine import capacity_gib
-from megatron.swap.nn.dry_profile import DryStep, dry_planned_step, dry_profile, dry_step
+from megatron.swap.dry.engine import capacity_gib
+from megatron.swap.dry.steps import DryStep, dry_planned_step, dry_profile, dry_step
 from megatron.swap.planner.gpus import Gpu, find_gpu
 from megatron.swap.planner.options import CHECKPOINTING, NOTHING, Option, best, of_dry_run
 

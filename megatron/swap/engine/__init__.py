@@ -5,5 +5,5 @@ recompute), `offload` (copy, release), `reload` (prefetch, fetch) or `recompute`
 constructs these, `manager` calls them in order, `evict` and `oom_guard` step in when an allocation fails.
 
 Owns the saved-tensor hooks, the decision about each storage, its handle and its copies. May import `profiling`,
-`planner.recording`, `memory`, `devices`, `native` and `common`. Knows nothing of Megatron.
+`memory`, `devices`, `native` and `common`. Knows nothing of Megatron.
 """

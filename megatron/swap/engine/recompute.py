@@ -37,7 +37,7 @@ from megatron.swap.engine.layer_recording import LayerRecording, Packing, Source
 from megatron.swap.engine.producer_records import Chain, ProducerRecord, of_tensors_alone, run_again
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.recomputed_run import RunChecks
-from megatron.swap.planner.recording import TRIAL
+from megatron.swap.profiling.recording import TRIAL
 
 
 class SpecRecorder(Protocol):

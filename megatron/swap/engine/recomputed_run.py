@@ -6,7 +6,7 @@ runs again, fingerprints of what it computes are compared with those of forward,
 host. That finds what no comparison of attributes sees: globals, closures, iterators, a kernel of one's own.
 
 What is compared is the result, where a checkpoint computes it again (Megatron's). PyTorch's stops a layer as soon as it
-has all saved tensors. Then those are compared from which no other is computed (``nn/compared_tensors.py``): a
+has all saved tensors. Then those are compared from which no other is computed (``operators/compared.py``): a
 difference in any other shows in them. In each forward one layer, in turn, is compared in all that it saves, and one of
 the storages that are recomputed by themselves: all of them would take 2 % of a step. In a checkpoint that runs a layer
 without gradients, it has them in its turn: else autograd would save nothing.

@@ -18,8 +18,8 @@ from megatron.swap.engine.collector import end_delay
 from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.handle import Group, Handle, StorageState
 from megatron.swap.engine.shared_state import SharedState, num_bytes_of
-from megatron.swap.planner.recording import BRING_BACK
 from megatron.swap.profiling.observer import Observer
+from megatron.swap.profiling.recording import BRING_BACK
 
 
 class Reloader:

@@ -25,9 +25,9 @@ from megatron.swap.engine.recomputed_run import CheckedRun, Contexts, RunChecks
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.engine.wrapper_tensors import WrapperRules, apart
-from megatron.swap.planner.recording import NonLayerStorage, SavedStorage
 from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder
+from megatron.swap.profiling.recording import NonLayerStorage, SavedStorage
 from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext
 
 Record = SavedStorage | NonLayerStorage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import UsageError
 from megatron.swap.engine.function_transforms import innermost
 from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward
+from megatron.swap.operators.kinds import tensors_in
 from megatron.swap.profiling.saved_tensor_hooks import are_hooks_off, innermost_hooks, is_of_checkpoint
 
 
@@ -89,17 +90,6 @@ def _uncached() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``value``, a layer's output: in tuples, lists and mappings of any depth."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
 
 
 def in_checkpoint() -> bool:

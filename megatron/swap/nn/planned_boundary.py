@@ -30,11 +30,11 @@ from megatron.swap.engine.run_snapshot import RunSnapshot
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.native.operator_following import load_operators
 from megatron.swap.nn.alike_runs import AlikeRuns, form_of, kind_of
-from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
+from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
 from megatron.swap.nn.module_weights import computing_devices
-from megatron.swap.nn.operator_kinds import has_atomics
-from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch
-from megatron.swap.nn.operator_repeats import RepeatedRuns
+from megatron.swap.operators.kinds import has_atomics, tensors_in
+from megatron.swap.operators.records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch
+from megatron.swap.operators.repeats import RepeatedRuns
 from megatron.swap.profiling.saved_tensor_hooks import users_hooks
 
 MOST_UNSEEN = 3

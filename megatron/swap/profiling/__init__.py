@@ -1,5 +1,5 @@
 """Measures a run: saved storages, step times, link speed, traces.
 
-Owns the recorder, the observer, the footprint meter, the link benchmark and the profiler. May import
-`planner.recording` and `planner.profile` (data alone), `memory`, `devices` and `common`.
+Owns the recorder, recordings and what makes profiles of them, the observer, the footprint meter, the link benchmark and
+the profiler. May import `planner.profile` (data alone), `memory`, `devices` and `common`.
 """

@@ -6,7 +6,7 @@ import torch
 
 from megatron.swap.common.types import Site
 from megatron.swap.devices.base import Device, Mark
-from megatron.swap.planner.recording import NonLayerStorage, What
+from megatron.swap.profiling.recording import NonLayerStorage, What
 from megatron.swap.profiling.storage_tracker import StorageTracker, TrackedStorage
 
 

@@ -19,7 +19,9 @@ from megatron.swap.common.instrumentation import Labelled, Ranges
 from megatron.swap.common.types import Site, SwapError
 from megatron.swap.devices.base import Device, Mark
 from megatron.swap.devices.plain_tensors import is_plain
-from megatron.swap.planner.recording import (
+from megatron.swap.profiling.made_gradients import MadeGradients
+from megatron.swap.profiling.non_layer import NonLayerRecorder
+from megatron.swap.profiling.recording import (
     EVALUATION,
     WORKS,
     Event,
@@ -29,8 +31,6 @@ from megatron.swap.planner.recording import (
     SavedStorage,
     What,
 )
-from megatron.swap.profiling.made_gradients import MadeGradients
-from megatron.swap.profiling.non_layer import NonLayerRecorder
 from megatron.swap.profiling.storage_tracker import Reference, StorageTracker, TrackedStorage
 
 

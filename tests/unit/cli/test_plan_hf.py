@@ -12,8 +12,8 @@ import pytest
 
 from megatron.swap.cli import plan as program
 from megatron.swap.cli import plan_hf
-from megatron.swap.nn import config_model
-from megatron.swap.nn.dry_profile import DryStep
+from megatron.swap.dry import config_model
+from megatron.swap.dry.steps import DryStep
 
 pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ import pytest
 from megatron.swap.cli import plan as program
 from megatron.swap.cli import plan_hf
 from megatron.swap.common.types import UsageError
-from megatron.swap.nn import config_model
+from megatron.swap.dry import config_model
 from tests.sizes import sized
 
 pytest.importorskip("transformers")

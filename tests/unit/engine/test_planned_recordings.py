@@ -15,12 +15,12 @@ from megatron.swap.common.types import GIB, MIB, PRODUCERS, Action
 from megatron.swap.engine.policy import PlanPolicy, Policy
 from megatron.swap.planner.assignment import scripts as layer_scripts
 from megatron.swap.planner.profile import Device, LayerClass, Link, Pipeline, Profile
-from megatron.swap.planner.profile_builder import build_profile
-from megatron.swap.planner.recording import Recording, What
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
-from megatron.swap.planner.timeline import Timeline
 from megatron.swap.profiling.observer import Observer
+from megatron.swap.profiling.profile_builder import build_profile
+from megatron.swap.profiling.recording import Recording, What
+from megatron.swap.profiling.timeline import Timeline
 from tests.engine import (
     HIDDEN,
     TOKENS,

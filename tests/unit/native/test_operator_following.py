@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.swap.native.operator_following import Following, OperatorLibrary, load_operators
-from megatron.swap.nn.operator_following import _resolve
-from megatron.swap.nn.operator_kinds import Kind, kind_of
+from megatron.swap.operators.following import _resolve
+from megatron.swap.operators.kinds import Kind, kind_of
 
 aten = torch.ops.aten
 VALUE = torch.arange(12.0).view(3, 4)

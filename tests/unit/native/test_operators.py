@@ -14,7 +14,7 @@ import torch
 from megatron.swap.common.types import SwapError
 from megatron.swap.native.access import storage_access
 from megatron.swap.native.build import include_folder
-from megatron.swap.nn.tensors import TensorSwap
+from megatron.swap.tensor_swap.swap import TensorSwap
 
 HERE = Path(__file__).parent
 HOST_GIB = 1 / 64

@@ -24,7 +24,7 @@ from megatron.swap.nn.planned_activations import PlannedActivations
 from megatron.swap.planner.profile import LayerClass, load_profile
 from tests.plain_loop import WIDTH, Mlp, encoder, mlps, rows, tokens, train
 from tests.planned_loop import NUM_STEPS, QUIET, check, unswapped
-from tests.unit.nn.test_operator_repeats import Seeing
+from tests.unit.operators.test_repeats import Seeing
 
 
 @pytest.fixture

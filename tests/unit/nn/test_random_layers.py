@@ -14,7 +14,7 @@ from megatron.swap.engine.policy import Policy
 from tests.plain_loop import WIDTH
 from tests.sizes import sized
 from tests.unit.native.helpers import NEEDS_COMPILER
-from tests.unit.nn.test_operator_repeats import AllRecomputed, Mixed, Run
+from tests.unit.operators.test_repeats import AllRecomputed, Mixed, Run
 
 pytestmark = NEEDS_COMPILER
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from megatron.swap.common.site_paths import NON_LAYER
 from megatron.swap.engine.sites import SiteNames
-from megatron.swap.planner.recording import Recording, What
 from megatron.swap.profiling.observer import Observer
+from megatron.swap.profiling.recording import Recording, What
 from tests.engine import HIDDEN, TOKENS, Engine, stack
 
 VOCABULARY = 48

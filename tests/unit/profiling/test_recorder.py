@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from megatron.swap.common.types import ACTIVATION, NORM, PRODUCERS, SwapError
-from megatron.swap.planner.recording import Event, Recording, SavedStorage, What
-from megatron.swap.planner.timeline import Timeline
 from megatron.swap.profiling.observer import PLAIN, Observer
+from megatron.swap.profiling.recording import Event, Recording, SavedStorage, What
+from megatron.swap.profiling.timeline import Timeline
 from tests.engine import (
     HIDDEN,
     TOKENS,

@@ -1,0 +1,270 @@
+"""A transformers model from its config file, without weights, and a training step of it, both on the meta device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.checkpoint import checkpoint
+
+from megatron.swap.common.printable import in_one_line
+from megatron.swap.common.types import UsageError
+from megatron.swap.dry.autocast import DryAutocast
+from megatron.swap.dry.config_file import read_config
+
+CHECKPOINT_CALL = "model.gradient_checkpointing_enable()"
+META = torch.device("meta")
+MOST_MODULES = 100_000
+"""Modules of the largest model that is built: 61 layers of 257 experts with five modules each have 78,000."""
+IDLE_MS = 0.05
+"""``Trainer`` asks for the loss's value in each step. So the GPU waits for the host, which clips gradients, updates the
+weights and begins the next step: 114 ms between backward and forward, with kernels of 94, for 399 weights on an H200's
+host (docs/results/h200-trainer.json)."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        weights: ``bf16``, or ``mixed``: weights in single precision, under autocast to bf16.
+        optimizer: ``adamw``: torch's, with its defaults; ``adamw-fused``: with ``fused=True``, behind clipping of the
+            gradients' norm, as in ``Trainer``; ``none``: forward and backward alone.
+        loss_chunk_tokens: tokens whose logits exist at a time, which backward computes again; ``None``: all, by the
+            model's own loss.
+    """
+
+    seq_length: int
+    micro_batch_size: int = 1
+    weights: Literal["bf16", "mixed"] = "bf16"
+    optimizer: Literal["adamw", "adamw-fused", "none"] = "adamw"
+    loss_chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seq_length", "micro_batch_size", "loss_chunk_tokens"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {given}: must be at least 1.")
+
+    def idle_ms(self, model: nn.Module) -> float:
+        """Return the milliseconds for which the GPU waits for the host between the steps of ``Trainer``."""
+        return IDLE_MS * len(list(model.parameters())) if self.optimizer == "adamw-fused" else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.seq_length * self.micro_batch_size
+
+
+def model_of(path: Path, training: Training) -> Any:
+    """Return the causal language model that ``path``, a config.json or its folder, describes, without weights.
+
+    Raises:
+        UsageError: transformers is missing, the file describes no such model, or its sequences are shorter.
+    """
+    found = read_config(path)
+    try:
+        import transformers
+    except Exception as error:  # what else is missing or broken, its packages say in any way
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            raise UsageError(
+                "--hf: transformers builds the model, and is missing: pip install transformers."
+            ) from error
+        raise UsageError(
+            f"--hf: transformers builds the model, and cannot be imported ({in_one_line(error)}). Install what it "
+            "lacks, or another version."
+        ) from error
+    kind = found["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UsageError(f"--hf {path}: model_type {kind!r} is not in transformers {transformers.__version__}, and "
+                         "code of other places is not run. Install a version that has it.")  # fmt: skip
+    try:
+        config_class = transformers.CONFIG_MAPPING[kind]
+        is_causal = config_class in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        config = config_class.from_dict(found) if is_causal else None
+    except Exception as error:  # as below
+        raise UsageError(f"--hf {path}: the config is invalid ({in_one_line(error)}). Correct it.") from error
+    if config is None:
+        raise UsageError(
+            f"--hf {path}: {kind} is no causal language model (AutoModelForCausalLM). Only those are planned without a "
+            "GPU. Train it with swap.activations(model, memory_gib=…), which measures its steps."
+        )
+    dtype = torch.bfloat16 if training.weights == "bf16" else torch.float32
+    try:
+        longest = vars(config.get_text_config()).get("max_position_embeddings")
+        if longest is not None and training.seq_length > longest:
+            raise UsageError(f"--seq-length {training.seq_length}: the config has max_position_embeddings {longest}. "
+                             "Give at most that many tokens, or raise it in the config.")  # fmt: skip
+        with META, _of_bounded_size(path):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        vars(model.config)["pad_token_id"] = None  # no token is padding: else some models look whether tokens are
+    except UsageError:
+        raise
+    except Exception as error:  # what a model refuses in its config, it says in any way
+        raise UsageError(
+            f"--hf {path}: transformers cannot build the model ({in_one_line(error)}). Correct the config."
+        ) from error
+    return model
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Return a context in which transformers, if it is imported there, downloads nothing, and says nothing."""
+    settings = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0", "TRANSFORMERS_VERBOSITY": "critical"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # for one that was imported before
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _of_bounded_size(path: Path) -> Iterator[None]:
+    """Return a context in which a model of more than ``MOST_MODULES`` modules is refused while it is built."""
+    num_modules = 0
+
+    def count(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        nonlocal num_modules
+        num_modules += 1
+        if num_modules > MOST_MODULES:
+            raise UsageError(f"--hf {path}: the model has more than {MOST_MODULES} modules. Give a smaller one.")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def swapped_part(model: Any, training: Training) -> tuple[nn.Module, str]:
+    """Return the module to give to ``swap.activations``, and its name in a script that calls the model ``model``.
+
+    With a loss in chunks the script calls the model without its head.
+    """
+    if training.loss_chunk_tokens is None:
+        return model, "model"
+    return model.base_model, f"model.{model.base_model_prefix}"
+
+
+def step_of(model: Any, training: Training) -> Callable[[], None]:
+    """Begin a training of ``model``, without gradients and optimizer state, and return its step.
+
+    Its end frees the gradients, as ``zero_grad()`` does by default. Without an optimizer they stay allocated.
+
+    Raises:
+        UsageError: the loss is to be computed in chunks, and the model has no output layer.
+    """
+    tokens = torch.empty((training.micro_batch_size, training.seq_length), dtype=torch.long, device=META)
+    chunk, head = training.loss_chunk_tokens, model.get_output_embeddings()
+    if chunk is not None and head is None:
+        raise UsageError(f"--loss-chunk-tokens {chunk}: {type(model).__name__} has no output layer. Leave it out.")
+    model.zero_grad(set_to_none=True)
+    optimizers = {"none": lambda _: None, "adamw": _foreach_adamw, "adamw-fused": _fused_adamw}
+    update = optimizers[training.optimizer](list(model.parameters()))
+    autocast = DryAutocast() if training.weights == "mixed" else None
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the loss and, unless it is computed in chunks, the logits."""
+        if chunk is None:
+            output = model(input_ids=tokens, labels=tokens, use_cache=False)
+            return output.loss, output.logits
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return _loss_in_chunks(head, hidden.flatten(0, 1), tokens.flatten(), chunk), None
+
+    def backward() -> None:
+        if autocast is None:
+            forward()[0].backward()
+            return
+        with autocast.entered():
+            with autocast.forward():
+                loss, logits = forward()
+            if logits is not None:
+                logits = logits.float()  # accelerate converts what a model returns
+                del logits
+            loss.backward()
+
+    def step() -> None:
+        backward()
+        if update is not None:
+            update()
+        model.zero_grad(set_to_none=update is not None)
+
+    return step
+
+
+def _foreach_adamw(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    """Return the step of torch's AdamW with ``foreach``, which it chooses on a GPU."""
+    return torch.optim.AdamW(parameters, foreach=True).step
+
+
+def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    """Return the step of torch's AdamW with ``fused``, behind clipping. Torch refuses both on the meta device.
+
+    The first step makes the state, among the gradients.
+    """
+    states: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def update() -> None:
+        trained = [one for one in parameters if one.grad is not None]
+        gradients = [one.grad for one in trained if one.grad is not None]
+        _clip(gradients)
+        for one in trained:
+            if one not in states:
+                states[one] = torch.zeros((), device=META), torch.zeros_like(one), torch.zeros_like(one)
+        steps, first, second = (list(each) for each in zip(*(states[one] for one in trained), strict=True))
+        weights: list[torch.Tensor] = list(trained)
+        torch._fused_adamw_(
+            weights, gradients, first, second, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return update
+
+
+def _clip(gradients: list[torch.Tensor]) -> None:
+    """Scale ``gradients`` by what follows from their norm, as ``torch.nn.utils.clip_grad_norm_`` does on a GPU."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2)))
+    torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _loss_in_chunks(head: nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Return the sum of the losses of all chunks, whose logits are computed again in backward."""
+
+    def part(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(head(states).float(), labels, reduction="sum")
+
+    pairs = zip(hidden.split(chunk), tokens.split(chunk), strict=True)
+    return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in pairs]).sum()  # type: ignore[misc]
+
+
+@contextmanager
+def checkpointed(model: Any) -> Iterator[None]:
+    """Return a context in which ``model`` checkpoints its layers, as ``CHECKPOINT_CALL`` does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its new name in version 6
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            yield
+        finally:
+            model.gradient_checkpointing_disable()

@@ -1,0 +1,167 @@
+"""Steps of a model that no GPU has run: they run on the meta device, and are recorded as steps on a GPU are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.layer_ranges import format_ranges
+from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass
+from megatron.swap.common.types import GIB, LINEAR, MIB, OPERATOR
+from megatron.swap.devices.dry import DryDevice
+from megatron.swap.dry.engine import dry_device, planned_layers
+from megatron.swap.dry.mode import dry_run
+from megatron.swap.engine.policy import ManualPolicy
+from megatron.swap.engine.settings import Instruments
+from megatron.swap.nn.planned_activations import refuse_unplannable
+from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
+from megatron.swap.profiling.profile_builder import build_profile, trained_layers, with_recorded_times
+from megatron.swap.profiling.recorder import Recorder
+from megatron.swap.profiling.recording import Recording
+
+MOST_STEPS = 5
+"""Steps of a model as it is, behind the first: where freed blocks lie differently in each, one more is reserved."""
+Step = Callable[[], None]
+"""Runs one training step on the meta device: a forward, the loss, backward, and whatever follows. Gradients that it
+leaves in place count as held throughout."""
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """Time of a step, and the memory that the allocator has reserved behind it.
+
+    ``is_full``: the device has less, or its allocator has to give back what is free in every step.
+    """
+
+    ms: float
+    reserved_gib: float
+    is_full: bool = False
+
+
+def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
+    """Return what ``step`` of ``model``, as it is, takes on ``gpu``. It is called until no more memory is reserved,
+    at most ``MOST_STEPS`` times.
+
+    Raises:
+        UsageError: the model's operators do not follow from shapes.
+    """
+    device = dry_device(model, gpu)
+    with dry_run(device, gpu):
+        return _settled(device, step)
+
+
+def dry_profile(
+    model: nn.Module, step: Step, gpu: Gpu, *, part: nn.Module | None = None, host_gib: float | None = None,
+    min_mib: float = 1.0, autocast_cache: bool = True,
+) -> Profile:
+    """Return the profile of ``step`` on ``gpu``, as ``swap.activations(model, memory_gib=…)`` would measure it there.
+
+    As there, a step is recorded, and then one is timed in which all layers are recomputed.
+
+    Args:
+        model: all its parameters are on the meta device.
+        step: is called four times.
+        part: the module to swap, which ``step`` calls once; ``None``: ``model``.
+        gpu: figures by which operators are priced.
+        host_gib: limit of host memory for activations; ``None``: no limit.
+        min_mib, autocast_cache: as in ``swap.activations``.
+
+    Raises:
+        UsageError: the model cannot be planned, or its operators do not follow from shapes.
+        SwapError: no layer ran backward.
+    """
+    part = model if part is None else part
+    refuse_unplannable(part)
+    device, ranges = dry_device(model, gpu), Ranges()
+    recorder = Recorder(device, ranges, device.take_peak)
+    timer = recorder.for_times()
+    policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR, LINEAR)), 0)  # keeps all else
+    instruments = Instruments(ranges=ranges, recorder=recorder)
+    with planned_layers(part, device, policy, instruments, autocast_cache) as planned, ExitStack() as undo:
+        for each in (recorder, timer):
+            undo.callback(each.watch(part))
+            undo.callback(each.abandon)
+
+        def recorded(by: Recorder) -> Recording:
+            device.synchronize()  # a step begins with an idle device
+            by.start(1)
+            step()
+            by.step_ended(2)
+            return by.stop()
+
+        with dry_run(device, gpu):
+            step()  # makes gradients, and shows the order of the layers
+            planned.learn_order(0)
+            step()  # tries each operator once
+            device.release_cached()  # as a run does
+            recording = recorded(recorder)
+            described = planned.describe(part)
+            layers = tuple(sorted(trained_layers(recording)))
+            profile = build_profile(
+                recording,
+                described,
+                Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
+                Device(gpu.name, gpu.memory_gib),
+                num_micro_batches=1,
+                source=f"a dry run; {gpu.source}",
+                host_gib=host_gib,
+                pipeline=Pipeline(chunks=(layers,)),
+                min_mib=min_mib,
+                whole_layers=True,
+            )
+            repeatable = tuple(
+                layer for entry in profile.layers for layer in entry.layers
+                if any(section.name == LAYER_SECTION for section in entry.sections)
+            )  # fmt: skip
+            if not repeatable:
+                return profile
+            whole = PlanClass(format_ranges(repeatable), {}, (LAYER_SECTION,))
+            policy.apply_plan(Plan(described, None, None, None, (whole,)))
+            planned.apply_policy(None)
+            return with_recorded_times(profile, [recorded(timer)], host_factor=1.0)
+
+
+def dry_planned_step(
+    model: nn.Module, step: Step, gpu: Gpu, plan: Plan, *, part: nn.Module | None = None, min_mib: float = 1.0,
+    autocast_cache: bool = True, is_limited: bool = False,
+) -> DryStep:
+    """Return what ``step`` takes on ``gpu`` under ``plan``, which was made from the profile of ``model``.
+
+    As in a run that plans itself, a step in which all is offloaded comes first, and then what it has left is given
+    back. Copies, waits and recomputation are those of the engine.
+
+    Args:
+        part, min_mib, autocast_cache: as in ``dry_profile``.
+        is_limited: the device has the memory of ``gpu``, else as much as is asked for.
+    """
+    device = dry_device(model, gpu, is_limited)
+    policy = SwitchingPolicy(SafePolicy(int(min_mib * MIB), (OPERATOR, LINEAR)), int(min_mib * MIB))
+    part = model if part is None else part
+    with planned_layers(part, device, policy, Instruments(), autocast_cache) as planned, dry_run(device, gpu):
+        step()
+        planned.learn_order(0)
+        device.release_cached()
+        policy.apply_plan(plan)
+        planned.apply_policy(None if plan.prefetch_gib is None else int(plan.prefetch_gib * GIB))
+        return _settled(device, step)
+
+
+def _settled(device: DryDevice, step: Step) -> DryStep:
+    """Run ``step`` until no more memory is reserved, at most ``MOST_STEPS`` times behind the first."""
+    step()
+    device.take_retries()
+    for _ in range(MOST_STEPS):
+        device.synchronize()  # a step begins with an idle device
+        begin, reserved_bytes = device.mark(), device.reserved_bytes()
+        step()
+        num_retries = device.take_retries()
+        if device.reserved_bytes() == reserved_bytes and not num_retries:
+            break
+    is_full = num_retries > 0 or device.peak_reserved_bytes() > device.capacity_bytes
+    return DryStep(device.mark().elapsed_ms_since(begin), device.reserved_bytes() / GIB, is_full)

@@ -1,0 +1,53 @@
+"""Shows the operators of a running layer in C++, once each has run. Without a compiler no layer is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo import eval_frame
+
+from megatron.swap.native.operator_following import Following, OperatorLibrary, Report, load_operators
+from megatron.swap.operators.kinds import Kind, kind_of
+
+
+def sequence_of(operators: Sequence[Any], wanted: Collection[int]) -> object:
+    """Return operators that a layer is expected to run, without those that only make views.
+
+    Args:
+        wanted: positions of those that are shown.
+    """
+    names = [(one._schema.name, one._schema.overload_name) for one in operators]
+    return _library().Sequence(names, [place in wanted for place in range(len(names))])
+
+
+def followed(report: Report, sequence: object | None) -> Following:
+    """Return what follows operators, and shows all of them, or the wanted ones of ``sequence``, to ``report``."""
+    return _library().Following(sequence, report, _resolve)
+
+
+def _library() -> OperatorLibrary:
+    library = load_operators()
+    assert library is not None  # else no layer is followed
+    return library
+
+
+def uncompiled[F: Callable[..., Any]](function: F) -> F:
+    """Return ``function`` such that Dynamo compiles neither it nor what it calls.
+
+    PyTorch's own way, a wrapper, takes the host longer.
+    """
+    if not hasattr(eval_frame, "_FrameExecStrategy"):
+        return torch.compiler.disable(function)
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+@uncompiled
+def _resolve(name: str, overload: str) -> Any:
+    """Return the operator as Python calls it; ``None``: it only makes views."""
+    namespace, _, short = name.partition("::")
+    operator = getattr(getattr(getattr(torch.ops, namespace), short), overload or "default")
+    return None if kind_of(operator) is Kind.IGNORED else operator

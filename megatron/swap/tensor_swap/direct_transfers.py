@@ -1,0 +1,104 @@
+"""Copies between a storage and leased host memory that begin at once, where the transfer queue cannot be built.
+
+No copy waits in a queue, so none goes ahead of others, and none can be withdrawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron.swap.devices.base import Device, Stream, bytes_of
+from megatron.swap.devices.cuda import CudaDevice
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.host_pool import Lease
+from megatron.swap.tensor_swap.transfers import Direction
+
+
+class DirectTransfer:
+    """One copy of a whole storage, with the methods of ``Transfer``. Made by ``DirectTransfers`` only.
+
+    It keeps both sides alive: keep the transfer until the copy is over.
+    """
+
+    def __init__(
+        self, device: Device, stream: Stream, way: Direction, storage: torch.UntypedStorage, lease: Lease
+    ) -> None:
+        self.storage = storage
+        self.lease = lease
+        self._device = device
+        self._stream = stream
+        self._way = way
+        self._failure: Exception | None = None
+
+    def begin(self, *, ahead: bool) -> bool:
+        """Enqueue the copy on the device, and return False: it is never ``ahead`` of others."""
+        device, stream = self._device, self._stream
+        # Work on the caller's stream may still write the storage, or use the previous contents of its memory.
+        device.wait(stream, device.record(device.current_stream()))
+        try:
+            with _unseen():
+                host = self.lease.views()
+                data = bytes_of(self.storage).split([view.numel() for view in host])
+                device.copy(stream, *((host, data) if self._way is Direction.OUT else (data, host)))
+        except Exception as error:  # raised by ``wait`` and ``join``, after which the memory of both sides is reused
+            self._failure = error
+            device.synchronize()  # a part of the copy may be under way
+        self._done = device.record(stream)
+        return False
+
+    def erase(self) -> bool:
+        """Return False: the copy has begun."""
+        return False
+
+    def is_done(self) -> bool:
+        """Whether the copy is over, complete or failed."""
+        return self._device.has_passed(self._done)
+
+    def wait(self) -> None:
+        """Wait until the copy is over. Raises its error, if it failed."""
+        self._device.finish(self._done)
+        self._raise_failure()
+
+    def join(self) -> None:
+        """Order the caller's stream behind the copy. Raises its error, if it failed."""
+        self._device.wait(self._device.current_stream(), self._done)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+class DirectTransfers:
+    """The two copy streams of one device, with the methods of ``Transfers``.
+
+    Args:
+        device: the CPU or one GPU, whose storages are copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._device: Device = CudaDevice()
+        else:
+            self._device = EmulatedDevice()
+        self._streams = {way: self._device.copy_stream(way.value) for way in Direction}
+
+    def transfer(self, way: Direction, storage: torch.UntypedStorage, lease: Lease) -> DirectTransfer:
+        """Prepare a copy of all of ``storage`` to ``lease``, or from it; ``DirectTransfer.begin`` enqueues it."""
+        return DirectTransfer(self._device, self._streams[way], way, storage, lease)
+
+    def wait_and_stop(self) -> None:
+        """Finish all copies."""
+        self._device.close()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Run operations that the modes of ``TensorSwap`` do not see: they would reload the storage that is copied."""
+    # Slabs may have been made in inference mode: outside of it they refuse writes.
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode():
+        yield

@@ -1,0 +1,458 @@
+"""Outputs of single operators are computed again, to the bit; what cannot be computed again is left alone."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.nn import functional as F
+
+from megatron.swap.autotune import workload_profiler
+from megatron.swap.common.types import Site
+from megatron.swap.engine import offload
+from megatron.swap.engine.handle import alias_of
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.nn import planned_activations, planned_boundary
+from megatron.swap.operators import following as operator_following
+from megatron.swap.operators import kinds as operator_kinds
+from megatron.swap.operators import records as operator_records
+from megatron.swap.operators.following import sequence_of
+from megatron.swap.operators.kinds import Kind, kind_of
+from megatron.swap.operators.records import OperatorRecords, OperatorWatch
+from megatron.swap.operators.repeats import OperatorRepeats
+from megatron.swap.planner.profile import Link
+from tests.plain_loop import loss_of, rows
+from tests.planned_loop import assert_planned
+from tests.unit.native.helpers import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
+
+aten = torch.ops.aten
+WIDTH = 32
+CHAINS = 0.15
+"""Plans of these small layers recompute nearly all of a layer in one chain. More is predicted than it holds."""
+
+
+@pytest.fixture(autouse=True)
+def only_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans recompute no layer whole, and a link so slow that nothing is offloaded."""
+    monkeypatch.setattr(workload_profiler, "measure_link", lambda *_: Link(1e-6, 1e-6, 1e-6, 1e-6))
+    target = functools.partial(planned_activations.PlanTarget, recomputes_layers=False)
+    monkeypatch.setattr(planned_activations, "PlanTarget", target)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [aten.mul.Tensor, aten.silu.default, aten.mean.dim, aten._to_copy.default, aten.cat.default, aten.clone.default,
+     aten.native_layer_norm.default, aten._softmax.default, aten.rsqrt.default],
+)  # fmt: skip
+def test_cheap(func: Any) -> None:
+    assert kind_of(func) is Kind.CHEAP
+
+
+@pytest.mark.parametrize(
+    "func",
+    [aten.mm.default, aten.mul_.Tensor, aten.native_dropout.default, aten.bernoulli.default, aten.copy_.default,
+     aten._scaled_dot_product_flash_attention.default, aten.convolution.default, aten.rand_like.default,
+     aten.view.default, aten.nonzero.default],
+)  # fmt: skip
+def test_not_cheap(func: Any) -> None:
+    """It multiplies matrices, has other results each time, changes its arguments, or makes nothing."""
+    assert kind_of(func) is not Kind.CHEAP
+
+
+class Layer(nn.Module):
+    """A norm written out in single operators, in fp32, and an MLP with a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.gate, self.up = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.double()
+        return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Rotary(Layer):
+    """Halves are turned and joined, as in a rotary embedding: an operator on a list."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        one, other = super().norm(hidden).chunk(2, dim=-1)
+        return torch.cat((one * 0.5 - other, other * 0.5 + one), dim=-1).tanh()
+
+
+class Dropped(Layer):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(hidden), 0.2)
+
+
+class InPlace(Layer):
+    """What the norm reads is changed behind it, and so is what it returns."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        shifted = hidden + 1.0
+        normed = super().norm(shifted) + 0.0
+        shifted.mul_(0.1)
+        return normed.add_(shifted.detach())
+
+
+class Shared(Layer):
+    """The layer's first operator saves nothing of its input."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.double()
+        return self.down(F.silu(self.gate(torch.sin(wide).to(hidden.dtype)))) + 0.5
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([layer() for _ in range(4)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class ChangesInputs(Stack):
+    """The model changes in place what it has called a layer with, which no operator has saved."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for layer in self.layers:
+            result = layer(hidden)
+            hidden = hidden.add_(result)
+        return hidden
+
+
+@pytest.mark.parametrize("layer", [Layer, Rotary, Dropped, InPlace, Shared])
+def test_equal_to_the_bit_and_as_predicted(layer: Callable[[], nn.Module]) -> None:
+    (plan,) = assert_planned(lambda: Stack(layer), fractions=(0.75,), tolerance=CHAINS)
+    assert " recompute " in plan
+    assert " swap " not in plan or layer is InPlace  # what is made from values that change cannot be made again
+
+
+def test_inputs_that_the_model_changes_are_not_read_again() -> None:
+    assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=CHAINS)
+
+
+def test_operators_of_the_engine_change_nothing_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that saves much is offloaded while it still runs."""
+    monkeypatch.setattr(offload, "COMMIT_BYTES", 1)
+    (plan,) = assert_planned(lambda: Stack(Layer), fractions=(0.75,), tolerance=CHAINS)
+    assert " recompute " in plan
+
+
+def test_addresses_are_not_used_again() -> None:
+    """Memory that takes the place of an output is not that output."""
+    recomputer = SimpleNamespace(unwatched=None)
+    with OperatorWatch(recomputer, []) as watch:  # type: ignore[arg-type]
+        for _ in range(100):
+            torch.ones(4).add(1)
+            torch.empty(4).fill_(0)
+        kept = torch.ones(4).add(1)
+        kept.mul_(2)
+    order = watch.order
+    assert set(order.last_write) == {*range(2, 400, 4), 401}
+    assert {order.operators[order.position(number)] for number in range(2, 400, 4)} == {aten.empty.memory_format}
+
+
+class Averages(Layer):
+    """A buffer is updated once it was read, behind the back of autograd's version counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = super().norm(hidden * torch.rsqrt(self.mean + 0.5))
+        self.mean.data.mul_(0.9).add_(hidden.detach().mean((0, 1)).abs(), alpha=0.1)
+        return normed
+
+
+class Data(Layer):
+    """A saved input of an operator is changed without its version."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        shifted = hidden + 1.0
+        normed = super().norm(torch.sin(shifted))
+        shifted.data.mul_(0.5)
+        return normed
+
+
+class Cached(Layer):
+    """The first run makes a table, and the others read it."""
+
+    table: torch.Tensor | None = None
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, WIDTH).cos()
+        shifted = hidden * self.table
+        normed = super().norm(shifted) + 0.0
+        shifted.mul_(0.1)
+        return normed.add_(shifted.detach())
+
+
+class Varying(Layer):
+    """The number of operators depends on the step."""
+
+    runs = 0
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        for _ in range(self.runs % 3):
+            hidden = hidden * 1.01
+        return super().norm(hidden)
+
+
+class Inference(Layer):
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            (hidden.detach() * 2.0).sum().exp()
+        return super().norm(hidden)
+
+
+class Sparse(Layer):
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        torch.eye(4).to_sparse().mul(2.0)
+        return super().norm(hidden)
+
+
+class Recurrence(Layer):
+    """A long chain of operators."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        state = hidden
+        for _ in range(300):
+            state = torch.tanh(0.5 * state + hidden)
+        return super().norm(state)
+
+
+class Doubling(Layer):
+    """Each of two inputs is made from the same two, and so on."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        state = hidden
+        for _ in range(24):
+            state = 0.5 * state + state
+        return super().norm(state)
+
+
+class ChangesOutputs(Stack):
+    """The model changes what a layer returned, and the layer's own loss has read."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for layer in self.layers:
+            result = layer(hidden) + 0.0
+            hidden = result.mul_(0.5)
+        return hidden
+
+
+class SharedLayers(Stack):
+    """Of the runs of a layer only one has its input changed by the model."""
+
+    def __init__(self) -> None:
+        super().__init__(Shared)
+        self.layers = nn.ModuleList([self.layers[0], self.layers[1], self.layers[0], self.layers[2]])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for number, layer in enumerate(self.layers):
+            result = layer(hidden)
+            hidden = hidden.add_(result) if number == 0 else hidden + result
+        return hidden
+
+
+def test_runs_of_a_layer_are_told_apart() -> None:
+    assert_planned(SharedLayers, fractions=(0.85,), tolerance=1.0)
+
+
+def fused(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile ``graph``, a function of one tensor, to something with other last bits: as if rounded once."""
+
+    def run(*values: Any) -> Any:
+        (value,) = (one for one in values if isinstance(one, torch.Tensor))
+        return (F.silu(value.double()).mul(1.5).to(value.dtype),)
+
+    return run
+
+
+def scaled(value: torch.Tensor) -> torch.Tensor:
+    return F.silu(value) * 1.5
+
+
+class Compiled(Layer):
+    """A function in the layer is compiled."""
+
+    scaled = staticmethod(scaled)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.scaled(super().norm(hidden))
+
+
+def test_compiled_functions_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # which keeps other tests fast
+    compiled = torch.compile(scaled, backend=fused)
+    value = torch.randn(1000)
+    assert not torch.equal(compiled(value), scaled(value))  # else this test shows nothing
+    monkeypatch.setattr(Compiled, "scaled", staticmethod(compiled))
+    assert_planned(lambda: Stack(Compiled), fractions=(0.8,), tolerance=1.0)
+    torch._dynamo.reset()
+
+
+def broken(value: torch.Tensor) -> torch.Tensor:
+    """A function that ``torch.compile`` compiles in pieces: between them operators run uncompiled."""
+    factor = F.gelu(value + 1).sum().item()
+    return value * factor + torch.nonzero(value).sum()
+
+
+def test_what_watches_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs between compiled pieces, where PyTorch would compile it."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    compiled, recomputer, value = torch.compile(broken, backend="eager"), RecordSpy(), torch.ones(3)
+    for _ in range(2):  # while it compiles there are modes
+        with OperatorWatch(recomputer, [value]) as watch:  # type: ignore[arg-type]
+            compiled(value)
+    assert watch.saw_all
+    with OperatorRecords(recomputer, 0, {}, watch.order, [value]) as records:  # type: ignore[arg-type]
+        compiled(value)
+    assert records.is_as_watched
+    repeat = SimpleNamespace(sequence=sequence_of(watch.order.operators, ()), outputs={})
+    with OperatorRepeats(recomputer, 0, {}, watch.order, recomputer, repeat) as repeats:  # type: ignore[arg-type]
+        compiled(value)
+    assert repeats.is_as_watched
+    codes = [inspect.unwrap(one.ran).__code__ for one in (OperatorWatch, OperatorRecords, OperatorRepeats)]
+    for module in (operator_records, operator_following, operator_kinds):
+        for _, function in inspect.getmembers(module):
+            if inspect.isfunction(inspect.unwrap(function)):
+                codes.append(inspect.unwrap(function).__code__)
+    assert not any(map(_debug_get_cache_entry_list, codes))
+    assert _debug_get_cache_entry_list(broken.__code__)
+    torch._dynamo.reset()
+
+
+RECURRENCE = pytest.param(Recurrence, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layer", [Averages, Data, Cached, Inference, Sparse, RECURRENCE, Doubling, Varying])
+def test_unusual_layers(layer: Callable[[], nn.Module]) -> None:
+    """What cannot be made again is left alone, in time."""
+    # Nothing can be recomputed in layers that vary: they are only measured.
+    assert_planned(lambda: Stack(layer), fractions=(2.0 if layer is Varying else 0.95,), tolerance=1.0)
+
+
+def test_outputs_that_the_model_changes() -> None:
+    assert_planned(lambda: ChangesOutputs(Shared), fractions=(0.9,), tolerance=1.0)
+
+
+def test_runs_with_other_operators_record_nothing() -> None:
+    """The same number of outputs, and other operators."""
+    recomputer = RecordSpy()
+    value = torch.ones(4)
+    with OperatorWatch(recomputer, [value]) as watch:  # type: ignore[arg-type]
+        value.sin().mul(2)
+    for make, is_as_watched, num_recorded in ((torch.sin, True, 2), (torch.cos, False, 0)):
+        recomputer.num_recorded = 0
+        sources: dict[int, Site] = {}
+        with OperatorRecords(recomputer, 0, sources, watch.order, [value]) as records:  # type: ignore[arg-type]
+            make(value).mul(2)
+        assert (records.is_as_watched, recomputer.num_recorded) == (is_as_watched, num_recorded)
+
+
+def test_a_storage_that_is_written_later_is_not_read_again() -> None:
+    recomputer = RecordSpy()
+    value, buffer = torch.ones(4), torch.ones(4)
+
+    def run() -> None:
+        made = value * buffer
+        made.exp()
+        buffer.add_(1)
+        made.exp()
+
+    with OperatorWatch(recomputer, [value, buffer]) as watch:  # type: ignore[arg-type]
+        run()
+    with OperatorRecords(recomputer, 0, {}, watch.order, [value, buffer]):  # type: ignore[arg-type]
+        run()
+    assert recomputer.num_recorded == 2  # both exp, and not the product
+
+
+class RecordSpy:
+    unwatched = None
+    num_recorded = 0
+
+    def record_made(self, *_: Any) -> None:
+        self.num_recorded += 1
+
+
+def of_autocast(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model(batch).float())
+    loss.backward()
+    return loss
+
+
+def test_casts_of_autocast_are_made_again() -> None:
+    (plan,) = assert_planned(lambda: Stack(Layer), rows, (0.85,), of_autocast, tolerance=CHAINS)
+    assert " recompute " in plan
+
+
+# --------------------------------------------------------------------------------------------------- planted faults
+
+
+def test_changes_in_place_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first step's watch what the model changes later is read again: an error, not a wrong loss."""
+    monkeypatch.setattr(planned_boundary, "version_probe_of", lambda tensor: alias_of(torch.empty(0)))
+    with pytest.raises((RuntimeError, AssertionError)):
+        assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=CHAINS)
+
+
+def test_random_operators_that_count_as_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of a site compares bits."""
+    plain, random = operator_records.kind_of, (aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli.p)
+    monkeypatch.setattr(operator_records, "kind_of", lambda func: Kind.CHEAP if func in random else plain(func))
+    assert_planned(lambda: Stack(Dropped), fractions=(0.8,), tolerance=1.0)
+
+
+def test_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that computes something else is refused at its first use."""
+    plain = operator_records.of_tensors
+
+    def planted(func: Any, args: Any, options: Any) -> Any:
+        again, tensors = plain(func, args, options)
+        return (lambda *given: again(*given) * 1.5) if func is aten.silu.default else again, tensors
+
+    monkeypatch.setattr(operator_records, "of_tensors", planted)
+    assert_planned(lambda: Stack(Layer), fractions=(0.8,), tolerance=1.0)
+
+
+def test_lists_that_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors in a list are inputs like others: a change of one must be seen. Checked on the record itself."""
+    seen: list[int] = []
+    plain = Recomputer.record_made
+
+    def spy(self: Any, producer: str, again: Any, inputs: list[torch.Tensor], output: Any) -> None:
+        seen.append(len(inputs))
+        plain(self, producer, again, inputs, output)
+
+    monkeypatch.setattr(Recomputer, "record_made", spy)
+    assert_planned(lambda: Stack(Rotary), fractions=(0.8,), tolerance=1.0)
+    assert 2 in seen

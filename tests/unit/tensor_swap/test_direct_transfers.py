@@ -1,0 +1,209 @@
+"""Swapping tensor by tensor without a compiler, on a device whose copies run as late as the waits allow."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megatron.swap.tensor_swap.operations import storage_of
+from megatron.swap.tensor_swap.swap import TensorSwap
+from tests.lazy_device import LazyDevice, LazyStream
+from tests.unit.tensor_swap.tensor_cases import HOST_GIB, begin_copies, tensor
+from tests.unit.tensor_swap.test_tensor_programs import NoSwap, program
+
+
+class Device(LazyDevice):
+    """Lists what was copied, in bytes, and lets a copy fail when it is enqueued.
+
+    Attributes:
+        fails: the numbers of the copies that fail, from 1 on; a part of each is under way on a stream of the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.fails: set[int] = set()
+
+    def copy(self, stream: LazyStream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        self.sizes.append(sum(source.numel() for source in sources))
+        if len(self.sizes) in self.fails:
+            other = self.copy_stream("part")
+            super().copy(other, [target[:100] for target in targets], [source[:100] for source in sources])
+            raise OSError(28, "no space left")
+        return super().copy(stream, targets, sources)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    begin_copies(monkeypatch, "direct")
+    made = Device()
+    monkeypatch.setattr("megatron.swap.tensor_swap.direct_transfers.EmulatedDevice", lambda: made)
+    return made
+
+
+def fill(given: torch.Tensor, byte: int) -> None:
+    """Write the bytes of ``given``, unseen by a ``TensorSwap``, as work of a GPU does that was enqueued before."""
+    ctypes.memset(storage_of(given).data_ptr(), byte, storage_of(given).nbytes())
+
+
+def bytes_in(given: torch.Tensor) -> bytes:
+    """Return the bytes of ``given``, unseen by a ``TensorSwap``."""
+    return ctypes.string_at(storage_of(given).data_ptr(), storage_of(given).nbytes())
+
+
+def test_cancel_finds_nothing_to_withdraw(device: Device) -> None:
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        a = tensor()
+        swap.queue_swap_out(a)
+        swap.cancel(a)
+        swap.wait_swapped_out()
+        assert swap.is_out(a)
+        swap.queue_prefetch(a)
+        swap.cancel(a)  # noted only
+        swap.start_prefetches()
+        assert swap.is_out(a)
+        swap.queue_prefetch(a)
+        swap.start_prefetches()
+        swap.cancel(a)
+        swap.wait()
+        assert not swap.is_out(a)
+        assert torch.equal(a, tensor())
+
+
+def test_nothing_goes_ahead_and_what_left_first_is_free_first(device: Device) -> None:
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        a, b, c = tensor(4096), tensor(8192), tensor(16384)
+        swap.queue_swap_out(a, b)
+        swap.swap_out(c)
+        swap.swap_out(a)
+        assert device.sizes == [4096, 8192, 16384]
+        out, _ = device._streams
+        for num_free in range(1, 4):
+            for _ in ("wait", "copy", "event"):
+                out.work.popleft()()
+            torch.ones(1).add_(1)
+            assert [swap.is_out(x) for x in (a, b, c)] == [number < num_free for number in range(3)]
+        swap.queue_prefetch(a, b)
+        swap.start_prefetches()
+        assert torch.equal(c, tensor(16384))
+        assert device.sizes[3:] == [4096, 8192, 16384]
+
+
+def test_host_memory_of_what_is_called_back_is_lent_until_the_copy_is_over(device: Device) -> None:
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        a = tensor()
+        swap.swap_out(a)
+        a.add_(1)
+        assert swap.stats.num_recalled == 1
+        assert swap.stats.host_bytes == 1 << 16
+        swap.wait()
+        assert swap.stats.host_bytes == 0
+        assert torch.equal(a, tensor() + 1)
+
+
+def test_copies_wait_for_the_callers_stream(device: Device) -> None:
+    device.compute = LazyStream("compute")
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        a = tensor()
+        device.compute.enqueue(lambda: fill(a, 7))
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        assert swap.is_out(a)
+        device.compute.enqueue(lambda: fill(a, 8))  # by what had the memory before
+        swap.queue_prefetch(a)
+        swap.start_prefetches()
+        swap.wait()
+        device.record(device.compute).synchronize()
+        assert bytes_in(a) == b"\7" * (1 << 16)
+
+
+def test_the_callers_stream_waits_for_a_reload(device: Device) -> None:
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        a = tensor()
+        expected = bytes_in(a)
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        seen: list[bytes] = []
+        device.compute = LazyStream("compute")
+        swap.resident(a)
+        device.compute.enqueue(lambda: seen.append(bytes_in(a)))
+        device.record(device.compute).synchronize()
+        assert seen == [expected]
+
+
+def test_random_programs_race_with_nothing(device: Device) -> None:
+    for seed in range(40):
+        with TensorSwap(HOST_GIB, "cpu") as swap:
+            found = program(seed, swap)
+        assert found == program(seed, NoSwap()), f"seed {seed}"
+    assert device.violations == []
+    assert len(device.sizes) > 100
+
+
+class TestFailures:
+    def test_a_copy_out_is_told_to_who_waits_and_the_tensor_stays(self, device: Device) -> None:
+        device.fails = {1}
+        with TensorSwap(HOST_GIB, "cpu") as swap:
+            a, b = tensor(seed=0), tensor(seed=1)
+            swap.swap_out(a)
+            swap.swap_out(b)
+            with pytest.raises(OSError, match="no space"):
+                swap.wait_swapped_out()
+            assert [swap.is_out(x) for x in (a, b)] == [False, True]
+            swap.wait_swapped_out()
+            assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
+            assert swap.stats.host_bytes == 0
+
+    def test_a_copy_that_fails_at_the_end_is_told_by_close(self, device: Device) -> None:
+        device.fails = {1}
+        swap = TensorSwap(HOST_GIB, "cpu").open()
+        a = tensor()
+        swap.queue_swap_out(a)
+        with pytest.raises(OSError, match="no space"):
+            swap.close()
+        assert torch.equal(a, tensor())
+
+    def test_a_copy_in_is_told_to_who_waits_and_can_be_tried_again(self, device: Device) -> None:
+        device.fails = {2}
+        with TensorSwap(HOST_GIB, "cpu") as swap:
+            a = tensor()
+            swap.swap_out(a)
+            swap.wait_swapped_out()
+            with pytest.raises(OSError, match="no space"):
+                a.sum()
+            assert swap.is_out(a)
+            assert torch.equal(a, tensor())
+
+    def test_nothing_is_under_way_when_it_is_told(self, device: Device) -> None:
+        device.fails = {1}
+        with TensorSwap(HOST_GIB, "cpu") as swap:
+            a = tensor()
+            swap.swap_out(a)
+            with pytest.raises(OSError, match="no space"):
+                swap.wait_swapped_out()
+            assert not device._queued
+            assert device.num_copies["part"] == 1
+
+    def test_a_copy_that_fails_on_the_device_is_told_too(self, device: Device) -> None:
+        with TensorSwap(HOST_GIB, "cpu") as swap:
+            a = tensor()
+            device.fail_next_copy = "the link is broken"
+            swap.swap_out(a)
+            with pytest.raises(RuntimeError, match="the link is broken"):
+                swap.wait_swapped_out()
+            assert not swap.is_out(a)
+            assert torch.equal(a, tensor())
+
+
+def test_a_closed_one_leaves_no_copies_and_no_streams(device: Device) -> None:
+    swap = TensorSwap(HOST_GIB, "cpu").open()
+    a = tensor()
+    swap.swap_out(a)
+    a.add_(1)  # called back: its copy is of no use to anybody
+    swap.close()
+    assert not device._queued
+    assert not device._streams
+    assert torch.equal(a, tensor() + 1)

@@ -1,0 +1,256 @@
+"""Swapping tensor by tensor, with wrong uses and copies that fail: errors, never lost bytes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.common.types import MIB, SwapError, UsageError
+from megatron.swap.memory.host_memory import HostMemoryError
+from megatron.swap.native.access import storage_access
+from megatron.swap.tensor_swap.operations import storage_of
+from megatron.swap.tensor_swap.swap import TensorSwap
+from tests.unit.tensor_swap.tensor_cases import HOST_GIB, WAYS, OrderlyQueue, begin_copies, tensor
+
+
+@pytest.fixture
+def orderly() -> type[OrderlyQueue]:
+    """Return a new queue class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
+    return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
+
+
+@pytest.fixture(params=WAYS)
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorSwap]:
+    begin_copies(monkeypatch, request.param)
+    with TensorSwap(HOST_GIB, "cpu") as opened:
+        yield opened
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """Return the error that a call raises."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+class Odd(torch.Tensor):
+    pass
+
+
+class TestErrors:
+    @pytest.mark.parametrize("when", ["leaving", "out"])
+    def test_what_nobody_sees_gets_an_error(self, orderly: type[OrderlyQueue], when: str):
+        if not storage_access().refuses:
+            pytest.skip("needs a compiler")
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a = tensor()
+            view = a[:5]
+            swap.queue_swap_out(a)
+            if when == "out":
+                swap.wait_swapped_out()
+            seen = []
+            for use in (a.zero_, a.data_ptr, view.data_ptr, storage_of(a).data_ptr):
+                thread = threading.Thread(target=lambda use=use: seen.append(error_of(use)))  # no mode there
+                thread.start()
+                thread.join()
+            assert all("64.0 KiB) is offloaded" in text and "resident(tensor)" in text for text in seen), seen
+            swap.wait_swapped_out()
+            assert torch.equal(a, tensor())
+
+    def test_ways_to_an_address_bring_it_back(self, swap: TensorSwap):
+        for read in (
+            torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.__array__, repr,
+            copy.deepcopy, pickle.dumps, lambda given: torch.save(given, io.BytesIO()), "{}".format,
+            lambda given: given.storage().tolist(),
+        ):  # fmt: skip
+            a = tensor()
+            swap.swap_out(a)
+            swap.wait_swapped_out()
+            assert swap.is_out(a)
+            read(a)
+            assert not swap.is_out(a)
+            assert torch.equal(a, tensor())
+
+    def test_what_numpy_points_at_never_leaves_again(self, swap: TensorSwap):
+        a = tensor()
+        array = a.numpy()
+        with pytest.raises(UsageError, match="not PyTorch's own"):
+            swap.swap_out(a)
+        assert array.tolist() == a.tolist()
+
+    def test_before_open_and_after_close(self):
+        swap = TensorSwap(HOST_GIB, "cpu")
+        a = tensor()
+        for call in (swap.swap_out, swap.queue_swap_out, swap.queue_prefetch, swap.resident):
+            with pytest.raises(SwapError, match="not open"):
+                call(a)
+        with pytest.raises(SwapError, match="not open"):
+            _ = swap.stats
+        with swap:
+            swap.swap_out(a)
+            with pytest.raises(SwapError, match="open already"):
+                swap.open()
+        swap.close()
+        assert torch.equal(a, tensor())
+        for call in (swap.wait, swap.wait_swapped_out, swap.start_prefetches, swap.stop):
+            with pytest.raises(SwapError, match="not open"):
+                call()
+        with swap:  # again
+            swap.swap_out(a)
+        assert torch.equal(a, tensor())
+
+    def test_stopped_accepts_nothing_but_brings_back(self, swap: TensorSwap):
+        a, b = tensor(seed=0), tensor(seed=1)
+        swap.queue_swap_out(a, b)
+        swap.stop()
+        assert swap.is_out(a)
+        with pytest.raises(SwapError, match="stopped"):
+            swap.swap_out(b)
+        with pytest.raises(SwapError, match="stopped"):
+            swap.queue_prefetch(a)
+        assert torch.equal(a, tensor(seed=0))
+        swap.close()
+        assert torch.equal(b, tensor(seed=1))
+
+    def test_close_brings_everything_back_in_spite_of_an_error(self):
+        a, b = tensor(seed=0), tensor(seed=1)
+
+        def fails() -> None:
+            with TensorSwap(HOST_GIB, "cpu") as swap:
+                swap.swap_out(a)
+                swap.wait_swapped_out()
+                swap.queue_swap_out(b)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fails()
+        assert torch.equal(a, tensor(seed=0))
+        assert torch.equal(b, tensor(seed=1))
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: [1.0], "list was given"),
+            (lambda: torch.ones(4, device="meta"), "on meta"),
+            (lambda: torch.ones(4).to_sparse(), "layout"),
+            (lambda: torch.from_numpy(torch.ones(4).numpy()), "not PyTorch's own"),
+            (lambda: torch.ones(4).share_memory_(), "not PyTorch's own"),
+            (lambda: torch.nn.Buffer(torch.ones(4)) * torch.ones(4).as_subclass(Odd), "it is a Odd"),
+        ],
+    )
+    def test_what_cannot_be_swapped_is_refused_and_nothing_begun(self, swap: TensorSwap, make: Any, message: str):
+        a = tensor()
+        with pytest.raises(UsageError, match=message):
+            swap.swap_out(a, make())
+        swap.wait()
+        assert not swap.is_out(a)
+        assert swap.stats.out_bytes == 0
+
+    @pytest.mark.parametrize("when", ["leaving", "out", "returning"])
+    def test_of_two_swaps_the_second_is_told(self, orderly: type[OrderlyQueue], when: str):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap, TensorSwap(HOST_GIB, "cpu") as other:
+            a = tensor()
+            swap.swap_out(a)
+            if when != "leaving":
+                swap.wait_swapped_out()
+            if when == "returning":
+                swap.queue_prefetch(a)
+                swap.start_prefetches()
+            with pytest.raises(UsageError, match="another TensorSwap"):
+                other.swap_out(a)
+            assert torch.equal(a, tensor())
+            other.swap_out(a)
+            other.wait_swapped_out()
+            assert other.is_out(a)
+
+    def test_they_are_closed_in_order_and_where_they_were_opened(self):
+        first, second = TensorSwap(HOST_GIB, "cpu").open(), TensorSwap(HOST_GIB, "cpu").open()
+        a = tensor()
+        second.swap_out(a)
+        second.wait_swapped_out()
+        with pytest.raises(SwapError, match="all that was opened later"):
+            first.close()
+        seen: list[str] = []
+        thread = threading.Thread(target=lambda: seen.append(error_of(second.close)))
+        thread.start()
+        thread.join()
+        assert "on the thread that opened it" in seen[0]
+        assert torch.equal(a, tensor())
+        second.close()
+        first.close()
+
+    def test_a_forked_process_is_told(self, swap: TensorSwap):
+        a = tensor()
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        child = os.fork()
+        if child == 0:
+            os._exit(7 if "forked" in error_of(a.sum) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert torch.equal(a, tensor())
+
+    def test_an_exception_on_the_way_gives_host_memory_back(self, swap: TensorSwap, monkeypatch: pytest.MonkeyPatch):
+        a = tensor()
+        with monkeypatch.context() as patch:
+            patch.setattr(swap._transfers, "transfer", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                swap.swap_out(a)
+        assert swap.stats.host_bytes == 0
+        assert torch.equal(a, tensor())
+
+    def test_host_memory_that_does_not_suffice(self):
+        with TensorSwap(1 / 1024, "cpu") as swap:
+            a = tensor(4 * MIB)
+            with pytest.raises(HostMemoryError, match=r"4.00 MiB more: TensorSwap\(host_gib=0.000976"):
+                swap.swap_out(a)
+            assert torch.equal(a, tensor(4 * MIB))
+
+    @pytest.mark.parametrize("host_gib", [0, -1, float("inf"), float("nan"), "16", None])
+    def test_host_memory_that_cannot_be(self, host_gib: Any):
+        with pytest.raises(UsageError, match="host_gib="):
+            TensorSwap(host_gib)
+
+    def test_a_copy_out_that_fails_is_told_to_who_waits_and_the_tensor_stays(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            orderly.fails.add(("swap-out", 1))
+            a, b = tensor(seed=0), tensor(seed=1)
+            swap.queue_swap_out(a, b)
+            with pytest.raises(OSError, match="no space"):
+                swap.wait_swapped_out()
+            assert not swap.is_out(a)
+            assert swap.is_out(b)
+            swap.wait_swapped_out()
+            assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
+            assert swap.stats.host_bytes == 0
+
+    def test_a_copy_that_fails_at_the_end_is_told_by_close(self, orderly: type[OrderlyQueue]):
+        swap = TensorSwap(HOST_GIB, "cpu", orderly).open()
+        orderly.fails.add(("swap-out", 1))
+        a, b = tensor(seed=0), tensor(seed=1)
+        swap.queue_swap_out(a, b)
+        with pytest.raises(OSError, match="no space"):
+            swap.close()
+        assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
+        with pytest.raises(SwapError, match="not open"):
+            swap.wait()
+
+    def test_a_copy_in_that_fails_is_told_to_who_waits_and_can_be_tried_again(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            orderly.fails.add(("swap-in", 1))
+            a = tensor()
+            swap.swap_out(a)
+            swap.wait_swapped_out()
+            with pytest.raises(OSError, match="no space"):
+                a.sum()
+            assert swap.is_out(a)
+            assert torch.equal(a, tensor())

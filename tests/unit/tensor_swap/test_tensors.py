@@ -1,0 +1,335 @@
+"""Swapping tensor by tensor: the order of reloads, valid views, refused arguments."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from megatron.swap.common.types import MIB
+from megatron.swap.tensor_swap.operations import storage_of
+from megatron.swap.tensor_swap.swap import TensorSwap
+from tests.unit.tensor_swap.tensor_cases import HOST_GIB, WAYS, OrderlyQueue, begin_copies, tensor
+
+
+@pytest.fixture
+def orderly() -> type[OrderlyQueue]:
+    """Return a new queue class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
+    return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
+
+
+@pytest.fixture(params=WAYS)
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorSwap]:
+    begin_copies(monkeypatch, request.param)
+    with TensorSwap(HOST_GIB, "cpu") as opened:
+        yield opened
+
+
+def held_bytes(given: torch.Tensor) -> int:
+    return storage_of(given).nbytes()
+
+
+class TestOut:
+    def test_memory_is_free_and_comes_back_with_the_same_bytes(self, swap: TensorSwap):
+        a = tensor()
+        expected = a.tolist()
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        assert swap.is_out(a)
+        assert held_bytes(a) == 0
+        assert swap.stats.host_bytes == 1 << 16
+        assert (a + 0).tolist() == expected
+        assert held_bytes(a) == 1 << 16
+        assert not swap.is_out(a)
+        assert swap.stats.in_bytes == swap.stats.out_bytes == 1 << 16
+
+    def test_what_is_queued_leaves_in_its_order_and_now_comes_first(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a, b, c, d = (tensor(seed=seed) for seed in range(4))
+            swap.queue_swap_out(a, b)
+            swap.swap_out(c, d)
+            swap.wait_swapped_out()
+            assert orderly.made[0].order == [4, 3, 1, 2]  # d was pushed first, then c ahead of it
+            assert [held_bytes(x) for x in (a, b, c, d)] == [0] * 4
+
+    def test_one_that_is_queued_is_put_ahead(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a, b = tensor(seed=1), tensor(seed=2)
+            swap.queue_swap_out(a, b)
+            swap.swap_out(b)
+            swap.swap_out(b)
+            swap.wait_swapped_out()
+            assert len(orderly.made[0].order) == 2
+            assert orderly.made[0].order[-1] == 1
+
+    def test_an_operation_calls_back_what_has_not_left(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a = tensor()
+            swap.queue_swap_out(a)
+            a.add_(1)
+            swap.wait_swapped_out()
+            assert not swap.is_out(a)
+            assert swap.stats.num_recalled == 1
+            assert swap.stats.out_bytes == 0
+            assert swap.stats.host_bytes == 0
+
+    def test_host_memory_of_what_is_called_back_is_lent_until_the_copy_is_over(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            orderly.erase = lambda queue, ticket: False  # as if it had begun
+            a, b = tensor(), tensor(seed=1)
+            swap.queue_swap_out(a)
+            a.add_(1)
+            assert swap.stats.host_bytes == 1 << 16
+            orderly.made[0].wait_all()
+            torch.ones(1).add_(1)
+            assert swap.stats.host_bytes == 0
+            swap.queue_swap_out(b)
+            b.add_(1)
+            swap.wait()
+            assert swap.stats.host_bytes == 0
+            assert torch.equal(a, tensor() + 1)
+
+    def test_a_change_during_the_copy_is_kept(self, swap: TensorSwap):
+        a = tensor(8 * MIB)
+        expected = a + 1
+        swap.swap_out(a)
+        a.add_(1)
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        assert torch.equal(a, expected)
+
+    def test_memory_is_freed_by_later_operations_without_waiting(self, swap: TensorSwap):
+        a, b = tensor(), torch.ones(4)
+        swap.swap_out(a)
+        while not swap.is_out(a):  # ends, or runs into the time limit of tests
+            b.add_(1)
+        assert held_bytes(a) == 0
+
+    def test_twice_the_same_storage_is_one(self, swap: TensorSwap):
+        a = tensor()
+        swap.swap_out(a, a[3:], a.view(2, -1))
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        swap.swap_out(a)
+        assert swap.stats.out_bytes == 1 << 16
+
+
+class TestIn:
+    def test_prefetches_begin_when_told_in_their_order(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            tensors = [tensor(seed=seed) for seed in range(3)]
+            expected = [x.tolist() for x in tensors]
+            swap.swap_out(*tensors)
+            swap.wait_swapped_out()
+            swap.queue_prefetch(tensors[2], tensors[0])
+            assert held_bytes(tensors[2]) == held_bytes(tensors[0]) == 0
+            swap.start_prefetches()
+            assert held_bytes(tensors[2]) == held_bytes(tensors[0]) == 1 << 16
+            assert held_bytes(tensors[1]) == 0
+            assert orderly.made[1].order == []
+            swap.wait()
+            assert orderly.made[1].order == [1, 2]
+            assert swap.stats.num_passive == 0
+            assert swap.is_out(tensors[1])
+            assert [(x + 0).tolist() for x in tensors] == expected
+
+    def test_what_is_touched_comes_ahead_of_queued_prefetches(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a, b, c = (tensor(seed=seed) for seed in range(3))
+            swap.swap_out(a, b, c)
+            swap.wait_swapped_out()
+            swap.queue_prefetch(a, b)
+            swap.start_prefetches()
+            c.sum()
+            assert orderly.made[1].order == [3]
+            b.sum()  # prefetched, not begun: goes to the head
+            assert orderly.made[1].order == [3, 4]
+            assert swap.stats.num_passive == 2
+            swap.wait()
+            assert orderly.made[1].order == [3, 4, 1]
+
+    def test_cancel_takes_back_what_has_not_begun(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a, b, c = (tensor(seed=seed) for seed in range(3))
+            swap.swap_out(a, b)
+            swap.wait_swapped_out()
+            swap.queue_prefetch(a, b)
+            swap.cancel(a)  # noted only
+            swap.start_prefetches()
+            assert held_bytes(a) == 0
+            assert held_bytes(b) == 1 << 16
+            swap.cancel(b)  # queued
+            assert held_bytes(b) == 0
+            assert swap.is_out(b)
+            swap.queue_swap_out(c)
+            swap.cancel(c)
+            swap.wait()
+            assert not swap.is_out(c)
+            assert swap.stats.host_bytes == 2 << 16
+            assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
+
+    def test_a_prefetch_of_what_still_leaves_calls_it_back(self, orderly: type[OrderlyQueue]):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a = tensor()
+            swap.queue_swap_out(a)
+            swap.queue_prefetch(a)
+            swap.start_prefetches()
+            swap.wait()
+            assert not swap.is_out(a)
+            assert swap.stats.out_bytes == 0
+
+    def test_what_returns_may_leave_again(self, swap: TensorSwap):
+        a = tensor()
+        for _ in range(3):
+            swap.swap_out(a)
+            swap.wait_swapped_out()
+            swap.queue_prefetch(a)
+            swap.start_prefetches()
+        swap.swap_out(a)
+        swap.wait()
+        assert swap.is_out(a)
+        assert torch.equal(a, tensor())
+
+    def test_backward_brings_back_what_it_saved(self, swap: TensorSwap):
+        a = tensor().requires_grad_()
+        hidden = torch.tanh(a)
+        loss = (hidden * hidden).sum()
+        swap.swap_out(hidden)
+        swap.wait_swapped_out()
+        loss.backward()
+        plain = tensor().requires_grad_()
+        (torch.tanh(plain) ** 2).sum().backward()
+        assert a.grad is not None
+        assert plain.grad is not None
+        assert torch.allclose(a.grad, plain.grad)
+        assert swap.stats.num_passive == 1
+
+    def test_lists_and_keyword_arguments_are_seen(self, swap: TensorSwap):
+        a, b, c = (tensor(seed=seed) for seed in range(3))
+        swap.swap_out(a, b, c)
+        swap.wait_swapped_out()
+        assert torch.equal(torch.cat([a, b])[: a.numel()], tensor(seed=0))
+        torch.add(tensor(seed=0), tensor(seed=1), out=c)
+        assert torch.equal(c, tensor(seed=0) + tensor(seed=1))
+
+    def test_resident_for_what_nobody_sees(self, swap: TensorSwap):
+        a = tensor()
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        array = swap.resident(a).numpy()
+        assert array.tolist() == tensor().tolist()
+
+
+    def test_what_is_told_to_leave_is_no_longer_wanted(self, swap: TensorSwap):
+        a = tensor()
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        swap.queue_prefetch(a)
+        a.add_(0)
+        swap.queue_swap_out(a)
+        swap.wait()
+        assert swap.is_out(a)
+
+    def test_wrappers_have_what_they_are_made_of_brought_back(self, swap: TensorSwap):
+        a, b = tensor(seed=0), tensor(seed=1)
+        two = TwoTensor(a, b)
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        both = two + 1
+        assert isinstance(both, TwoTensor)
+        assert torch.equal(both.a, tensor(seed=0) + 1)
+
+    def test_memory_is_made_by_waiting_for_what_leaves(
+        self, orderly: type[OrderlyQueue], monkeypatch: pytest.MonkeyPatch
+    ):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a, b = tensor(seed=0), tensor(seed=1)
+            swap.swap_out(a)
+            swap.wait_swapped_out()
+            swap.queue_swap_out(b)
+
+            class FullDevice:
+                """A device with room for one tensor."""
+
+                def __init__(self, storage: torch.UntypedStorage) -> None:
+                    self._storage = storage
+
+                def resize_(self, num_bytes: int) -> None:
+                    if not swap.is_out(b):
+                        raise torch.OutOfMemoryError
+                    self._storage.resize_(num_bytes)
+
+            allocate = swap._mover._allocate
+            monkeypatch.setattr(
+                swap._mover, "_allocate", lambda storage, num_bytes: allocate(FullDevice(storage), num_bytes)
+            )
+            assert torch.equal(a, tensor(seed=0))
+            assert swap.is_out(b)
+            monkeypatch.setattr(swap, "is_out", lambda _: False)
+            with pytest.raises(torch.OutOfMemoryError):  # there is nothing left that leaves
+                b.sum()
+            monkeypatch.undo()
+
+
+class TestAliases:
+    def test_views_and_aliases_stay_valid(self, swap: TensorSwap):
+        a = tensor()
+        view, alias, odd = a.view(128, -1), a.detach(), a[1::2]
+        swap.swap_out(odd)
+        swap.wait_swapped_out()
+        assert all(held_bytes(x) == 0 for x in (a, view, alias, odd))
+        view.mul_(2)
+        assert torch.equal(alias, tensor() * 2)
+        assert torch.equal(odd, (tensor() * 2)[1::2])
+
+    def test_host_memory_is_free_when_the_last_tensor_dies(self, swap: TensorSwap):
+        a = tensor()
+        view = a[2:]
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        del a
+        gc.collect()
+        assert swap.stats.host_bytes == 1 << 16
+        del view
+        gc.collect()
+        assert swap.stats.host_bytes == 0
+
+    def test_a_tensor_that_dies_on_its_way_out(self, swap: TensorSwap):
+        swap.swap_out(tensor(MIB))
+        swap.wait()
+        gc.collect()
+        assert swap.stats.host_bytes == 0
+
+    def test_what_came_back_dies_with_its_last_tensor_at_once(self, swap: TensorSwap):
+        gc.disable()
+        try:
+            a = tensor()
+            swap.swap_out(a)
+            swap.wait_swapped_out()
+            a.add_(1)
+            b = tensor(seed=1)
+            swap.swap_out(b)
+            b.add_(1)  # called back, or out and back
+            swap.wait()
+            alive = [weakref.ref(storage_of(x)) for x in (a, b)]
+            del a, b
+            assert [x() for x in alive] == [None, None]
+        finally:
+            gc.enable()
+
+    def test_a_prefetched_tensor_that_dies_unused(self, swap: TensorSwap):
+        a = tensor()
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        swap.queue_prefetch(a)
+        swap.start_prefetches()
+        alive = weakref.ref(storage_of(a))
+        del a
+        other = torch.ones(4)
+        while alive() is not None:  # ends, or runs into the time limit of tests
+            other.add_(1)
+        assert swap.stats.host_bytes == 0
