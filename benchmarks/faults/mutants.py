@@ -4,8 +4,8 @@
     python -m benchmarks.faults.mutants --files megatron/swap/engine/offload.py --count 20 --tests tests/unit/engine
 
 A mutant is one small change of the code: another comparison or operator, a negated condition, a number that is one
-larger, a call that is left out. Sites are drawn with equal chances. For each, the unit tests of its folder run first,
-then all others (``--tests``). The survivors are for a reader, who says which of them change nothing.
+larger, a call that is left out. Sites are drawn with equal chances. For each, the unit tests of its folder run, or
+``--tests``. The survivors are for a reader, who says which of them change nothing.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--files", nargs="+", help=f"default: all of {', '.join(FOLDERS)}")
-    parser.add_argument("--tests", nargs="+", help="default: the unit tests of the mutant's folder, then all")
+    parser.add_argument("--tests", nargs="+", help="default: the unit tests of the mutant's folder")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for the tests of one mutant")
     parser.add_argument("--output", type=Path, help="append rows here; mutants that have one are not run again")
     options = parser.parse_args(argv)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for mutant in chosen:
         if mutant.id in known:
             continue
-        tests = options.tests or [f"tests/unit/{Path(mutant.file).parts[2]}", "tests"]
+        tests = options.tests or [f"tests/unit/{Path(mutant.file).parts[2]}"]
         outcome = run_trial(ROOT, mutant, tests, options.timeout)
         row = {"id": mutant.id, **vars(mutant), **vars(outcome), **about}
         known[mutant.id] = row
