@@ -14,7 +14,8 @@ from benchmarks.machine import ROOT
 from benchmarks.rows import Row
 from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, read_prediction
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.profile import load_profile, sha256
+from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.planner.profile import sha256
 
 FOLDER = "predictions"
 """Folder below docs/results with plan files and the profiles that they were made from (``profile-*.json``)."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from benchmarks.suites.toml_file import SuiteError, Table, number
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.flags import read_flags
-from megatron.swap.planner.shape import params_of_rank
+from megatron.swap.forecast.flags import read_flags
+from megatron.swap.forecast.shape import params_of_rank
 
 RATIO_KEYS = {"head_size": 128, "ffn_multiple": 256}
 FFN_RATIO = 4.0

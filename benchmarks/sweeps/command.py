@@ -45,8 +45,8 @@ from benchmarks.sweeps.sweep import Sweep, Trial, find_sweep, load_sweep, sweep_
 from benchmarks.sweeps.table import markdown, short
 from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.types import UsageError, format_bytes
+from megatron.swap.forecast.gpus import GPUS, find_gpu, gpu_of
 from megatron.swap.memory.host_memory import safe_host_bytes
-from megatron.swap.planner.gpus import GPUS, find_gpu, gpu_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

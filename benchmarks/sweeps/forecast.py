@@ -14,14 +14,14 @@ from benchmarks.sweeps.plans import plan_of, with_mlp_section
 from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Infeasible, Model, load_plan
 from megatron.swap.common.types import GIB, UsageError, format_bytes
-from megatron.swap.planner.flags import Training, read_flags
-from megatron.swap.planner.gpus import Gpu
-from megatron.swap.planner.options import states_on
+from megatron.swap.forecast.flags import Training, read_flags
+from megatron.swap.forecast.gpus import Gpu
+from megatron.swap.forecast.options import states_on
+from megatron.swap.forecast.shape import WORKSPACE_GIB, params_of_rank, shape_profile, with_megatrons_loss
+from megatron.swap.forecast.states import max_offloaded_state_gib, split_before_disk
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.state_fraction import solve_fractions
-from megatron.swap.planner.states import max_offloaded_state_gib, split_before_disk
 
 MARGIN = 0.05
 """Safety margin as a fraction of a tier. A search begins where at least this fraction is predicted to stay free; a run

@@ -9,9 +9,9 @@ from megatron.swap.common.config import parse_layers
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.engine.policy import matches
-from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.forecast.gpus import find_gpu
+from megatron.swap.forecast.shape import kernel_ms, layer_class
 from megatron.swap.planner.profile import Profile, Section
-from megatron.swap.planner.shape import kernel_ms, layer_class
 
 RECOMPUTED_SITES = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"), "activation": ("mlp.linear_fc2/0",)}
 """The sites that each value of `--swap-recompute` recomputes."""

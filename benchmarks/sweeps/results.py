@@ -17,7 +17,7 @@ from benchmarks.sweeps.forecast import Tiers
 from benchmarks.sweeps.rows import check
 from benchmarks.sweeps.search import following
 from benchmarks.sweeps.sweep import Sweep, Trial
-from megatron.swap.planner.gpus import GPUS, Gpu
+from megatron.swap.forecast.gpus import GPUS, Gpu
 
 MEASURED = (
     "step_ms_median", "step_ms_all", "first_step_ms", "build_ms", "tokens_per_step", "step_flops", "num_params",

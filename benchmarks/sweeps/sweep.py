@@ -29,9 +29,9 @@ from benchmarks.suites.toml_file import (
 from benchmarks.sweeps.axes import AXES, Axis, Value, num_params, read_values
 from benchmarks.sweeps.forecast import Forecast, Tiers, disk_folder, disk_limit_gib, forecast
 from megatron.swap.common.types import UsageError
+from megatron.swap.forecast.flags import read_flags
+from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.memory.disk_file import SPARE_BYTES
-from megatron.swap.planner.flags import read_flags
-from megatron.swap.planner.gpus import Gpu
 
 SWEEPS = Path(__file__).with_name("definitions")
 FIT = re.compile(r"--swap-optimizer fit\b")

@@ -22,9 +22,9 @@ from megatron.swap.autotune.switch import SafePolicy
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import MIB, PRODUCERS, Action, Site
 from megatron.swap.engine.policy import Policy
+from megatron.swap.forecast.flags import model_of
 from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.megatron_lm.attention import sdpa_layer_spec
-from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import Device, Link, Pipeline, save_profile
 from megatron.swap.profiling.profile_builder import build_profile
 from megatron.swap.session.session import SwapSession

@@ -11,7 +11,8 @@ import pytest
 
 from megatron.swap.common.plan import load_plan
 from megatron.swap.common.types import GIB, MIB, format_bytes
-from megatron.swap.planner.profile import load_profile, sha256
+from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.planner.profile import sha256
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MLA, MOE
 

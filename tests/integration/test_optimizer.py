@@ -13,8 +13,8 @@ import torch
 from megatron.swap.common.plan import load_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
-from megatron.swap.planner.profile import load_profile
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")

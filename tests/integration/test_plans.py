@@ -12,7 +12,7 @@ import pytest
 
 from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.common.types import Action, Site
-from megatron.swap.planner.flags import read_flags
+from megatron.swap.forecast.flags import read_flags
 from tests.integration.harness import (
     SWAP_SMALL,
     WITH_FUSION,

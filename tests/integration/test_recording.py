@@ -9,7 +9,8 @@ import pytest
 
 from megatron.swap.common.plan import Plan, save_plan
 from megatron.swap.common.types import GIB, MIB, PRODUCERS, QUANTIZED, RESIDUAL, Action
-from megatron.swap.planner.profile import LayerClass, Link, Profile, load_profile
+from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.planner.profile import LayerClass, Link, Profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
 from tests.integration.harness import ROOT, SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded

@@ -275,7 +275,8 @@ def table_lines(text: str) -> list[str]:
 
 def keys(record: type) -> set[str]:
     """The keys of a record's JSON object."""
-    return {one.metadata.get("key", one.name) for one in dataclasses.fields(record) if one.init}
+    found = {one.metadata.get("key", one.name) for one in dataclasses.fields(record) if one.init}
+    return found - {None}
 
 
 @pytest.mark.parametrize(("heading", "record"), [("## Plan file", Plan), ("## Profile file", Profile)], ids=name_of)

@@ -37,22 +37,21 @@ from megatron.swap.common.config import USUAL_FRACTION, check_files
 from megatron.swap.common.plan import load_plan, save_plan
 from megatron.swap.common.printable import printable
 from megatron.swap.common.types import MOST, UsageError
-from megatron.swap.planner.flags import Training, check_known, read_flags, training_flags
-from megatron.swap.planner.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, find_gpu
-from megatron.swap.planner.options import DISK, STATE, Option, best, of_profile, of_training
-from megatron.swap.planner.profile import load_profile, save_profile
-from megatron.swap.planner.shape import params_of_rank
+from megatron.swap.forecast.flags import Training, check_known, read_flags, training_flags
+from megatron.swap.forecast.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, find_gpu
+from megatron.swap.forecast.options import DISK, STATE, Option, best, of_profile, of_training
+from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.forecast.shape import params_of_rank
+from megatron.swap.forecast.stages import Decision, decide, planned_ranks
+from megatron.swap.forecast.table import memory_table, options_table, prediction_text
+from megatron.swap.forecast.what_if import with_link, with_tokens
+from megatron.swap.planner.profile import save_profile
 from megatron.swap.planner.solve import curve
-from megatron.swap.planner.stages import Decision, decide, planned_ranks
 from megatron.swap.planner.table import (
-    memory_table,
     non_layer_table,
-    options_table,
     plan_heading,
     plan_table,
-    prediction_text,
 )
-from megatron.swap.planner.what_if import with_link, with_tokens
 
 WITH_GPU = ("num_gpus", "gpus_per_host", "pipeline_rank", "summary", "flags")
 """Options that need --gpu."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.swap.common.plan import Model
 from megatron.swap.common.records import from_json, read_text
 from megatron.swap.common.types import MemoryRow, UsageError
-from megatron.swap.planner.options import Option
+from megatron.swap.forecast.options import Option
 from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.solve import Solution
 

@@ -22,8 +22,8 @@ from megatron.swap.dry.config_model import (
 )
 from megatron.swap.dry.engine import capacity_gib
 from megatron.swap.dry.steps import DryStep, dry_planned_step, dry_profile, dry_step
-from megatron.swap.planner.gpus import Gpu, find_gpu
-from megatron.swap.planner.options import CHECKPOINTING, NOTHING, Option, best, of_dry_run
+from megatron.swap.forecast.gpus import Gpu, find_gpu
+from megatron.swap.forecast.options import CHECKPOINTING, NOTHING, Option, best, of_dry_run
 
 
 @dataclass(frozen=True)

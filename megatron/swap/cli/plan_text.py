@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.swap.common.types import GIB, format_bytes
-from megatron.swap.planner.flags import Training, not_counted
-from megatron.swap.planner.gpus import Gpu
-from megatron.swap.planner.loss_chunks import choose_num_chunks, saved_bytes
-from megatron.swap.planner.mlp_chunks import MLP_CHUNKS, advised_num_chunks
-from megatron.swap.planner.options import Option
-from megatron.swap.planner.shape import params_of_rank
-from megatron.swap.planner.stages import Decision
+from megatron.swap.forecast.flags import Training, not_counted
+from megatron.swap.forecast.gpus import Gpu
+from megatron.swap.forecast.loss_chunks import choose_num_chunks, saved_bytes
+from megatron.swap.forecast.mlp_chunks import MLP_CHUNKS, advised_num_chunks
+from megatron.swap.forecast.options import Option
+from megatron.swap.forecast.shape import params_of_rank
+from megatron.swap.forecast.stages import Decision
 
 LONG = 32768
 """Tokens of a sequence from which on context parallelism is advised."""

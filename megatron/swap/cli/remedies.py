@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from megatron.swap.cli.plan_text import SLOW, num_holders, relative_time
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.flags import Training
-from megatron.swap.planner.mlp_chunks import MLP_CHUNKS, advised_num_chunks
-from megatron.swap.planner.options import DISK, Option
-from megatron.swap.planner.stages import Decision
+from megatron.swap.forecast.flags import Training
+from megatron.swap.forecast.mlp_chunks import MLP_CHUNKS, advised_num_chunks
+from megatron.swap.forecast.options import DISK, Option
+from megatron.swap.forecast.stages import Decision
 
 GRADIENTS = ("--main-grads-dtype", "bf16", "--use-precision-aware-optimizer", "--use-distributed-optimizer")
 """Flags for gradients in 16 bits. Megatron needs the last two for the first."""

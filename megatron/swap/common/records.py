@@ -21,7 +21,8 @@ LINE_WIDTH = 150
 MOST_FILE_BYTES = 256 << 20
 """Most bytes of a file that is read at once; the largest known are summaries of long runs, with 1 KiB a step."""
 KEY = "key"
-"""Metadata key of a dataclass field that has another name in files: ``field(metadata={"key": "share"})``."""
+"""Metadata key of a dataclass field that has another name in files, ``field(metadata={"key": "share"})``, or none:
+``{"key": None}``."""
 
 
 def from_json[T](kind: type[T], value: Any, where: str) -> T:
@@ -119,15 +120,16 @@ def to_text(record: Any, name: str, version: int) -> str:
 def to_json(value: Any) -> Any:
     """Return ``value``, a dataclass or a value inside one, as JSON objects, lists and plain values."""
     if dataclasses.is_dataclass(value):
-        return {key_of(item): to_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {key: to_json(getattr(value, item.name)) for key, item in keyed(type(value)).items()}
     if isinstance(value, dict):
         return {key: to_json(part) for key, part in value.items()}
     return [to_json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def key_of(item: dataclasses.Field) -> str:
-    """Return the key of a dataclass field in files: its ``key`` metadata, else its name."""
-    return item.metadata.get(KEY, item.name)
+def keyed(kind: type) -> dict[str, dataclasses.Field]:
+    """Return the fields of a dataclass by their keys in files: their ``key`` metadata, else their names."""
+    keys = {item.metadata.get(KEY, item.name): item for item in dataclasses.fields(kind)}
+    return {key: item for key, item in keys.items() if key is not None}
 
 
 def _on_one_line(match: re.Match[str]) -> str:
@@ -169,7 +171,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 def _read_dataclass(kind: type, value: Any, where: str) -> Any:
     _require(isinstance(value, dict), where, value, "an object")
-    fields = {key_of(field): field for field in dataclasses.fields(kind)}
+    fields = keyed(kind)
     for key in value:
         if key not in fields:
             raise UsageError(f"{where}: the key {key!r} is unknown; allowed are {', '.join(fields)}.")

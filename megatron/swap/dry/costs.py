@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from megatron.swap.forecast.attention import BACKWARD_FLOPS
+from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.operators.kinds import tensors_in
-from megatron.swap.planner.attention import BACKWARD_FLOPS
-from megatron.swap.planner.gpus import Gpu
 
 LEAST_MS = 0.005
 """Least time of an operator, that of launching it: assumed."""

@@ -18,11 +18,11 @@ from megatron.swap.devices.dry_allocator import NO_END
 from megatron.swap.engine.build import build_engine
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
 from megatron.swap.engine.settings import EngineSettings, Instruments
+from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 from megatron.swap.nn.found_layers import layers_of
 from megatron.swap.nn.planned_activations import take_over
 from megatron.swap.nn.planned_layers import PlannedLayers
-from megatron.swap.planner.gpus import Gpu
 
 CONTEXT_GIB = 0.75
 """Memory of a GPU that CUDA takes. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB

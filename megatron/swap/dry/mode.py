@@ -22,8 +22,8 @@ from megatron.swap.common.types import MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.dry.costs import ALLOCATING, HOST_MS, cost_of, touched_bytes
 from megatron.swap.engine.layer_hooks import in_backward
+from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.operators.kinds import PRODUCTS, tensors_in
-from megatron.swap.planner.gpus import Gpu
 
 MOST_KNOWN = 2**22
 """Elements of the largest tensor whose values are computed."""

@@ -21,9 +21,9 @@ from megatron.swap.common.config import (
 )
 from megatron.swap.common.plan import DROPPED, FP8_WEIGHTS, LAYER_SECTION, Plan, check_model, load_plan
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
+from megatron.swap.forecast.flags import model_of, parse_fraction
 from megatron.swap.megatron_lm.compatibility import can_recompute, check_one_way, check_settings, memory_flags
 from megatron.swap.memory.host_memory import machine_memory_gib
-from megatron.swap.planner.flags import model_of, parse_fraction
 
 
 class _Deterministic(argparse.Action):

@@ -13,9 +13,9 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.layer_ranges import MOST_LAYERS
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, QUANTIZED, RESIDUAL, UsageError
+from megatron.swap.forecast.fp8 import check_fp8_weights
 from megatron.swap.megatron_lm.layer import known_modules
 from megatron.swap.megatron_lm.versions import ADDED_LATER, is_gpt_config
-from megatron.swap.planner.fp8 import check_fp8_weights
 from megatron.swap.profiling.profiler import NSYS
 
 

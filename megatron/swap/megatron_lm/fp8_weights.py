@@ -18,12 +18,12 @@ from torch import nn
 
 from megatron.swap.common.plan import DROPPED, KEPT
 from megatron.swap.common.types import UsageError
+from megatron.swap.forecast.flags import UNSUPPORTED, read_flags
+from megatron.swap.forecast.fp8 import why_copies_stay
+from megatron.swap.forecast.gpus import gpu_of
+from megatron.swap.forecast.options import DISK, PLANNED, STATE, of_training
 from megatron.swap.megatron_lm.arguments import device_memory_gib
 from megatron.swap.patches import registry, te_restored_weight
-from megatron.swap.planner.flags import UNSUPPORTED, read_flags
-from megatron.swap.planner.fp8 import why_copies_stay
-from megatron.swap.planner.gpus import gpu_of
-from megatron.swap.planner.options import DISK, PLANNED, STATE, of_training
 
 PACKAGE = "transformer_engine.pytorch"
 FLAG = "_is_fsdp2"

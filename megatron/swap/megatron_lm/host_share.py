@@ -10,6 +10,7 @@ from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffe
 from megatron.swap.common.rounding import round_down, round_up
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION
+from megatron.swap.forecast.states import STATE_HOST_FRACTION, bucket_bytes_before_disk, max_state_before_disk
 from megatron.swap.megatron_lm.least_saved import least_saved_bytes
 from megatron.swap.memory.disk_file import disk_limit_bytes
 from megatron.swap.memory.host_budget import HostMemoryBudget, Reservation
@@ -21,7 +22,6 @@ from megatron.swap.memory.host_memory import (
     local_world_size,
     safe_host_bytes,
 )
-from megatron.swap.planner.states import STATE_HOST_FRACTION, bucket_bytes_before_disk, max_state_before_disk
 
 
 @dataclass(frozen=True)

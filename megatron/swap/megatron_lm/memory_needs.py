@@ -13,13 +13,13 @@ import torch
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import GIB, SwapError, format_bytes
+from megatron.swap.forecast.flags import model_of, state_bytes_of
+from megatron.swap.forecast.shape import num_params
+from megatron.swap.forecast.states import States
 from megatron.swap.megatron_lm.arguments import device_memory_gib
 from megatron.swap.megatron_lm.least_saved import least_saved_bytes
 from megatron.swap.megatron_lm.versions import ADDED_LATER
 from megatron.swap.memory.host_memory import HostCapacity, local_world_size, safe_host_bytes
-from megatron.swap.planner.flags import model_of, state_bytes_of
-from megatron.swap.planner.shape import num_params
-from megatron.swap.planner.states import States
 
 CLOSE = 0.75
 """Fraction of the memory from which on the needs are called close: they are lower bounds."""

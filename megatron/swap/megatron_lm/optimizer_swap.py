@@ -20,6 +20,8 @@ from megatron.swap.common.rounding import ceil_div
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
+from megatron.swap.forecast.flags import state_bytes_of
+from megatron.swap.forecast.states import STATE_HOST_FRACTION, bucket_bytes_before_disk
 from megatron.swap.megatron_lm.optimizer_adapter import (
     AdaptedOptimizer,
     copier_to_model,
@@ -37,9 +39,7 @@ from megatron.swap.optimizer.selection import StateSelection
 from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.stepper import OptimizerStepper, StepOptions
 from megatron.swap.optimizer.transfers import StateTransfers
-from megatron.swap.planner.flags import state_bytes_of
-from megatron.swap.planner.profile import OffloadedState
-from megatron.swap.planner.states import BUCKET_BYTES, STATE_HOST_FRACTION, bucket_bytes_before_disk
+from megatron.swap.planner.profile import BUCKET_BYTES, OffloadedState
 from megatron.swap.reporting.summary import RankReport
 
 MAX_TENSORS = 3

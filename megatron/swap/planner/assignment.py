@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -9,8 +10,7 @@ from math import inf
 from megatron.swap.common.plan import LAYER_SECTION, Plan
 from megatron.swap.common.types import Action, UsageError
 from megatron.swap.planner.host_time import forward_host_ms
-from megatron.swap.planner.mlp_chunks import ends_in_forward, mlp_chunks
-from megatron.swap.planner.profile import LayerClass, Profile, Section
+from megatron.swap.planner.profile import UNKNOWN, LayerClass, ModelFigures, Profile, Section, SiteProfile
 
 
 @dataclass(frozen=True)
@@ -97,21 +97,20 @@ def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
         UsageError: the plan names a site or section that the profile lacks, or recomputes a site that cannot be.
     """
     cache: dict[tuple, LayerScript] = {}
-    num_mlp_chunks = len(mlp_chunks(profile.model))
     result: dict[int, LayerScript] = {}
     for entry in profile.layers:
         for layer in entry.layers:
             actions, sections = plan.sites(layer), plan.sections(layer)
             key = (entry.layers, tuple(sorted(actions.items(), key=str)), sections)
             if key not in cache:
-                cache[key] = layer_script(entry, actions, sections, f"layer {layer}", num_mlp_chunks)
+                cache[key] = layer_script(entry, actions, sections, f"layer {layer}", profile.figures)
             result[layer] = cache[key]
     return result
 
 
 def layer_script(
     entry: LayerClass, actions: dict[str, Action], sections: tuple[str, ...], where: str = "a layer",
-    num_mlp_chunks: int = 1,
+    figures: ModelFigures = UNKNOWN,
 ) -> LayerScript:  # fmt: skip
     """Return the script of a layer of class ``entry`` with ``actions`` for sites and with ``sections`` recomputed.
 
@@ -165,7 +164,7 @@ def layer_script(
         Recomputation(at_ms[unit], unit.cost_ms, sum(sites[site].mib for site in unit.frees), unit.peak_mib)
         for unit in units
     )
-    ends = ends_in_forward(saved, num_mlp_chunks) if num_mlp_chunks > 1 else {}
+    ends = ends_in_forward(saved, figures) if figures.num_parts > 1 else {}
     return LayerScript(
         forward_ms=entry.forward_ms,
         backward_ms=entry.backward_ms,
@@ -181,6 +180,42 @@ def layer_script(
         ),
         made_mib=entry.made_mib,
     )
+
+
+def ends_in_forward(sites: Sequence[SiteProfile], figures: ModelFigures) -> dict[str, float]:
+    """Return when sites of a layer are gone in forward, unless autograd holds them.
+
+    Those of a part of the sequence are gone when the next part begins, and those of the submodule before it when the
+    first one begins: then no frame holds them any more. Other sites (of the last part, of all parts together) may be
+    held until the layer ends.
+
+    Args:
+        sites: of a layer. Each part saves the same tensors under the same paths, so their ordinals tell the parts.
+    """
+    (in_parts, before), num_parts = figures.in_parts, figures.num_parts
+    of_path: dict[str, dict[int, SiteProfile]] = {}
+    for one in sites:
+        path, _, number = one.site.rpartition("/")
+        if _is_within(in_parts, path):
+            of_path.setdefault(path, {})[int(number)] = one
+    part_of: dict[str, int] = {}
+    begins: dict[int, float] = {}
+    for found in of_path.values():
+        per_part = -(-(max(found) + 1) // num_parts)  # formulas leave out what is small
+        for ordinal, one in found.items():
+            place = ordinal % per_part
+            if all(place + number * per_part in found for number in range(num_parts)):
+                # Else the first part saves it for all.
+                part = part_of[one.site] = ordinal // per_part
+                begins[part] = min(begins.get(part, one.saved_at_ms), one.saved_at_ms)
+    ends = {site: begins[part + 1] for site, part in part_of.items() if part + 1 in begins}
+    if begins:
+        ends |= {one.site: begins[0] for one in sites if _is_within(before, one.site.rpartition("/")[0])}
+    return ends
+
+
+def _is_within(module: str, path: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
 
 
 def _section_unit(section: Section, frees: tuple[str, ...]) -> _RecomputeUnit:

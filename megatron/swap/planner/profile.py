@@ -15,9 +15,6 @@ from megatron.swap.common import records
 from megatron.swap.common.plan import Model
 from megatron.swap.common.site_paths import CHECKPOINT_PATH, SOURCE_PATH
 from megatron.swap.common.types import GIB, MIB, MOST, UsageError
-from megatron.swap.planner.attention import largest_block
-from megatron.swap.planner.fp8 import fp8_params
-from megatron.swap.planner.states import GAPS_GIB
 
 FORMAT = "megatron-swap profile"
 VERSION = 1
@@ -25,11 +22,17 @@ VERSION = 1
 MAX_FRAGMENTS = 2.25
 """Upper bound of the allocator's fragmentation, in multiples of the largest tensor. Up to 2.0 was measured on one H200
 (docs/dev/history.md)."""
-MAX_FRAGMENTS_IN_8_BITS = 3.0
-"""The same with FP8 layers: 2.8 was measured (docs/results/h200-fp8-unfused.jsonl, reserved less allocated memory)."""
-FP8_HOLES, MOST_FP8_HOLES = 0.3, 0.5
-"""Fragmentation in bytes for each FP8 weight, expected and at most, unless the largest tensor says more. One H200: 0.4
-in a model whose largest tensor is small (docs/dev/fp8.md). Gaps of offloaded optimizer state are counted besides."""
+HOLES, MOST_HOLES = 0.3, 0.5
+"""Fragmentation in bytes for each weight that has copies, expected and at most, unless the largest tensor says more.
+One H200: 0.4 in a model whose largest tensor is small (docs/dev/fp8.md). Gaps of offloaded optimizer state are counted
+besides."""
+BUCKET_BYTES = 256 << 20
+"""Size of a bucket of offloaded state on the device. Copies of this size reach the link's full speed."""
+BUCKETS_GIB = 3 * BUCKET_BYTES / GIB
+"""Device memory of the buckets during the optimizer step (``optimizer/stepper.py``), when no activations are held."""
+GAPS_GIB = 5 * BUCKET_BYTES / GIB
+"""Fragmentation by buckets that are allocated and freed among activations. 1.1 GiB were measured: an 8B model reserved
+133.8 GiB without such buckets and 134.9 GiB with them."""
 RESERVE_FRACTIONS = (1.0, 2 / 3, 1 / 3)
 """Fractions of ``Profile.reserve_gib`` to leave free, tried in order until a plan fits. A run that plans itself notices
 if less than the whole is too little."""
@@ -255,6 +258,31 @@ class LayerClass:
 
 
 @dataclass(frozen=True)
+class ModelFigures:
+    """Figures of a plan's memory that follow from the model alone; of a model of unknown kind, none.
+
+    Attributes:
+        copied_weights: weights of a layer that have copies of another type, over all tensor-parallel ranks. A layer's
+            experts count as one.
+        uncopied_layers: layers whose weights have none.
+        max_fragments: upper bound of measured fragmentation, in multiples of the largest tensor.
+        blocks: sites, and the largest block that the backward that reads one allocates, in multiples of its size.
+        in_parts: path of a submodule that runs once for each part of the sequence, and path of the one before it.
+        num_parts: of the sequence.
+    """
+
+    copied_weights: float = 0.0
+    uncopied_layers: tuple[int, ...] = ()
+    max_fragments: float = MAX_FRAGMENTS
+    blocks: tuple[tuple[str, float], ...] = ()
+    in_parts: tuple[str, str] = ("", "")
+    num_parts: int = 1
+
+
+UNKNOWN = ModelFigures()
+
+
+@dataclass(frozen=True)
 class Profile:
     """The training step of one pipeline rank.
 
@@ -271,6 +299,7 @@ class Profile:
         hook_ms: time that forward and backward each take longer in a layer that swaps or recomputes, beyond copies and
             recomputation: the host's work, which shows where the device waits for the host. It is what the chosen plan
             took beyond its prediction. 0: that was little, or is not known.
+        figures: of the model. Files do not hold them: ``forecast.profiles.load_profile`` knows them.
     """
 
     source: str
@@ -287,6 +316,7 @@ class Profile:
     offloaded_state: OffloadedState | None = field(metadata={"key": "resting"}, default=None)
     hook_ms: float = 0.0
     optimizer_gib: float = 0.0
+    figures: ModelFigures = field(metadata={"key": None}, default=UNKNOWN)
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1 or (self.allocator_gib or 0.0) < 0:
@@ -311,7 +341,7 @@ class Profile:
     def fragments_gib(self) -> float:
         """Fragmentation that is expected under any plan.
 
-        It is the larger of the measured fragmentation (without a measurement: that of FP8 weights) and the largest
+        It is the larger of the measured fragmentation (without a measurement: that of weights' copies) and the largest
         tensor, plus the gaps that buckets of offloaded optimizer state leave. A plan that swaps has
         ``attention_block_gib`` if that is more, unless only inputs of layers that run again as a whole come back.
         """
@@ -327,7 +357,8 @@ class Profile:
         block of 4 (docs/results: h200-plan-points.json, h200-attention.json).
         """
         sites = (site for entry in self.layers for site in entry.sites if self._has_allocator)
-        blocks = (largest_block(self.model, site.site, site.mib) for site in sites)
+        of_site = dict(self.figures.blocks)
+        blocks = (of_site.get(site.site, 0.0) * site.mib for site in sites)
         return max(blocks, default=0.0) * MIB / GIB
 
     @property
@@ -339,8 +370,8 @@ class Profile:
 
     @property
     def _reserve_gib(self) -> float:
-        most = MAX_FRAGMENTS if self.model.fp8_recipe is None or self.allocator_gib is None else MAX_FRAGMENTS_IN_8_BITS
-        most_gib = max(most * self._largest_gib, MOST_FP8_HOLES * self._fp8_params / GIB)
+        most = MAX_FRAGMENTS if self.allocator_gib is None else self.figures.max_fragments
+        most_gib = max(most * self._largest_gib, MOST_HOLES * self._copied_weights / GIB)
         if self.allocator_gib is None:
             gaps_gib = self.fragments_gib - self._holes_gib
             return most_gib - self._holes_gib + (MAX_FRAGMENTS - 1) * gaps_gib
@@ -367,13 +398,14 @@ class Profile:
     @property
     def _holes_gib(self) -> float:
         if self.allocator_gib is None:
-            return max(FP8_HOLES * self._fp8_params / GIB, self._largest_gib)
+            return max(HOLES * self._copied_weights / GIB, self._largest_gib)
         return max(self.allocator_gib, self._largest_gib)
 
     @property
-    def _fp8_params(self) -> float:
-        """Weights of this rank that have copies in FP8. A layer's experts count as one."""
-        return fp8_params(self.model, tuple(layer for entry in self.layers for layer in entry.layers))
+    def _copied_weights(self) -> float:
+        """Weights of this rank that have copies."""
+        here = {layer for entry in self.layers for layer in entry.layers}
+        return self.figures.copied_weights * len(here - set(self.figures.uncopied_layers)) / self.model.tensor_parallel
 
     @property
     def _largest_gib(self) -> float:
@@ -417,17 +449,8 @@ class Profile:
         return next(entry for entry in self.layers if layer in entry.layers)
 
 
-def load_profile(path: str | Path) -> Profile:
-    """Read a profile.
-
-    Raises:
-        UsageError: the file is no profile. Names the file, the key, the given value and the allowed values.
-    """
-    return records.load(Profile, path, FORMAT, VERSION)
-
-
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Write a profile. ``load_profile`` returns an equal one."""
+    """Write a profile. ``forecast.profiles.load_profile`` returns an equal one."""
     records.save(profile, path, FORMAT, VERSION)
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB
-from megatron.swap.planner.profile import Link, OffloadedState, Profile, sha256
+from megatron.swap.planner.profile import BUCKETS_GIB, Link, OffloadedState, Profile, sha256
 from megatron.swap.planner.simulate import MIB_PER_GIB
 from megatron.swap.planner.solve import Solution, solve
-from megatron.swap.planner.states import BUCKETS_GIB
 
 STEPS = 16
 """Number of steps of the search: fractions are multiples of 1/16 of the maximum."""

@@ -1,20 +1,13 @@
-"""Formats plans, predictions and memory as tables for people."""
+"""Formats plans as tables for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.printable import printable
-from megatron.swap.common.types import GIB, MemoryRow, format_bytes
-from megatron.swap.planner.options import Option
+from megatron.swap.common.types import GIB, format_bytes
 from megatron.swap.planner.profile import NonLayerSite, Profile
-from megatron.swap.planner.simulate import Prediction
-from megatron.swap.planner.state_fraction import copies_ms
-from megatron.swap.planner.states import BUCKETS_GIB, States, split_before_disk
-
-LIBRARIES = "workspaces, stand-ins of fused gradients"
 
 
 def plan_heading(plan: Plan) -> str:
@@ -23,16 +16,16 @@ def plan_heading(plan: Plan) -> str:
     rows = [
         ("model", f"{model.num_layers} layers of {model.hidden_size}, {model.transformer_impl}, {model.dtype}"),
         ("micro-batch", f"{model.micro_batch_size} x {model.seq_length}"),
-        ("budget", "none" if plan.budget_gib is None else _gib(plan.budget_gib)),
+        ("budget", "none" if plan.budget_gib is None else gib_text(plan.budget_gib)),
     ]  # fmt: skip
     if predicted is None:
         rows.append(("predicted", "nothing: the planner did not make this plan"))
     else:
         bound_ms = predicted.lower_bound_ms
         bound = "" if bound_ms is None else f", no plan is below {bound_ms:,.1f} ms in this model"
-        rows += [("peak", _gib(predicted.peak_gib)), ("step", f"{predicted.step_ms:,.1f} ms{bound}"),
-                 ("host", f"{_gib(predicted.host_gib)} pinned")]  # fmt: skip
-    return "\n".join(_aligned(rows, numbers=None))
+        rows += [("peak", gib_text(predicted.peak_gib)), ("step", f"{predicted.step_ms:,.1f} ms{bound}"),
+                 ("host", f"{gib_text(predicted.host_gib)} pinned")]  # fmt: skip
+    return "\n".join(aligned(rows, numbers=None))
 
 
 def plan_table(plan: Plan) -> str:
@@ -52,14 +45,14 @@ def plan_table(plan: Plan) -> str:
     if plan.prefetch_gib is not None:
         size = _size(plan.prefetch_gib * 1024)
         rows.append(("all", "(prefetch window)", size, "", "maximum prefetched ahead of its layer's backward"))
-    return "\n".join(_aligned(rows, numbers=2))
+    return "\n".join(aligned(rows, numbers=2))
 
 
 def non_layer_table(profile: Profile) -> str:
     """Return site, size, action and reason for storages saved outside the layers; empty if no site is known."""
     rows = [("outside the layers", "MiB", "action", "why")]
     rows += [(site.site, _size(site.mib), "keep", _why_kept(site, profile)) for site in profile.non_layer.sites]
-    return "\n".join(_aligned(rows, numbers=1)) if profile.non_layer.sites else ""
+    return "\n".join(aligned(rows, numbers=1)) if profile.non_layer.sites else ""
 
 
 def _why_kept(site: NonLayerSite, profile: Profile) -> str:
@@ -71,124 +64,8 @@ def _why_kept(site: NonLayerSite, profile: Profile) -> str:
     return f"idle for {site.idle_ms:.2f} ms, but only layers' tensors are swapped"
 
 
-def memory_table(
-    states: States,
-    num_params: float,
-    profile: Profile,
-    prediction: Prediction,
-    before_disk_gib: float | None = None,
-    measured: Sequence[MemoryRow] = (),
-) -> str:
-    """Return the predicted memory of each kind on each tier at the device's peak.
-
-    Args:
-        before_disk_gib: host memory of the rank; offloaded bytes beyond it go to disk. ``None``: there is no disk.
-        measured: memory of a run, in columns beside the predictions.
-    """
-    offloaded_gib = states.offloaded_gib(num_params)
-    host_gib = float("inf") if before_disk_gib is None else before_disk_gib
-    split = split_before_disk(offloaded_gib, host_gib, prediction.host_gib)
-    buffers_gib = 0.0 if before_disk_gib is None else split.buffers
-    libraries_gib = profile.static_gib - states.device_gib(num_params)
-    fragments_gib = max(profile.fragments_gib, prediction.fragments_gib)
-    activations_gib = prediction.peak_gib - profile.static_gib - fragments_gib
-    predicted: dict[str, tuple[tuple[float, ...], str]] = {
-        "weights": ((states.weights_gib(num_params), 0, 0),
-                    f"{num_params / 1e9:.2f} billion on this rank{'; FP8 and its caches' if states.fp8_bytes else ''}"),
-        "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
-        "optimizer": ((states.kept_gib(num_params), split.state_in_host, split.state_on_disk),
-                      _offload_note(states)),
-        "libraries": ((libraries_gib, 0, 0), f"{LIBRARIES}; measured as activations" if measured else LIBRARIES),
-        "activations": ((activations_gib, split.activations_in_host, split.activations_on_disk),
-                        f"with temporaries, {prediction.peak_at}"),
-        "buffers": ((0, buffers_gib, 0), "between disk and device" if buffers_gib else ""),
-        "fragments": ((fragments_gib, 0, 0),
-                      "" if fragments_gib else "not known without a measurement"),
-    }  # fmt: skip
-    found: dict[str, tuple[float, ...]] = {
-        row.kind: (row.device_bytes / GIB, row.host_bytes / GIB, row.disk_bytes / GIB) for row in measured
-    }
-    predicted["together"] = _sums([gib for gib, _ in predicted.values()]), ""
-    if measured:
-        found["together"] = _sums(list(found.values()))
-    head = [cell for tier in ("device", "host", "disk") for cell in (f"{tier} GiB", "measured")]
-    table = [("memory", *head, "")]
-    for kind, (gib, why) in predicted.items():
-        beside = [f"{one:.2f}" for one in found[kind]] if kind in found else [""] * len(gib)
-        pairs = zip((f"{one:.2f}" for one in gib), beside, strict=True)
-        table.append((kind, *(cell for pair in pairs for cell in pair), why))
-    if not measured:
-        table = [(kind, *cells[::2], why) for kind, *cells, why in table]
-    return "\n".join(_aligned(table, numbers=tuple(range(1, len(table[0]) - 1))))
-
-
-def _sums(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the sum of each column."""
-    return tuple(map(sum, zip(*rows, strict=True)))
-
-
-def _offload_note(states: States) -> str:
-    if not states.offload_fraction:
-        return ""
-    fraction = f"{states.offload_fraction:.0%} of it is offloaded"
-    return f"{fraction}; its step takes {BUCKETS_GIB:g} GiB of buckets, once activations are gone"
-
-
-def options_table(
-    found: Sequence[Option], tokens: int, unfit: Mapping[str, int] = MappingProxyType({}),
-    planned_by: str = "--swap-memory-gib …",
-) -> str:  # fmt: skip
-    """Return every option with the peak of each tier, tokens per second, whether it fits, and its flags.
-
-    Where no plan fits, the device's column has the smallest feasible budget.
-
-    Args:
-        tokens: those of a step.
-        unfit: name of an option that fits → another pipeline stage that it does not fit.
-        planned_by: what makes a run plan.
-    """
-    table = [("option", "device GiB", "host GiB", "disk GiB", "tokens/s", "fits", "flags")]
-    for one in found:
-        rows = [f"{gib:.2f}" for gib in (one.device_gib, one.host_gib, one.disk_gib)]
-        speed = "" if one.prediction is None else f"{tokens / one.prediction.step_ms * 1000:,.0f}"
-        if one.prediction is None:
-            rows = [f"at least {one.needed_gib:g}", "", ""]
-        short = (planned_by, *one.flags) if one.is_planned else one.flags[:2]
-        flags = " ".join(short) + (" …" if not one.is_planned and len(one.flags) > len(short) else "")
-        fits = f"not stage {unfit[one.name]}" if one.name in unfit else "yes" if one.fits else "no"
-        table.append((one.name, rows[0], rows[1], rows[2], speed, fits, flags))
-    return "\n".join(_aligned(table, numbers=(1, 2, 3, 4)))
-
-
-def prediction_text(option: Option, unswapped: Option, tokens: int) -> str:
-    """Return speed, peak of each tier, stalls and recomputation of an option that fits, and the profile's source."""
-    prediction, before = option.prediction, unswapped.prediction
-    assert prediction is not None, "the option has no prediction"
-    assert before is not None, "the unswapped step has no prediction"
-    profile = option.predicted_profile
-    slower = f"{100 * (prediction.step_ms / before.step_ms - 1):+.1f} % to nothing swapped"
-    if option.solution is not None:
-        slower += f"; no plan is below {option.solution.lower_bound_ms:,.1f} ms in this model"
-    rows = [
-        ("tokens/s", f"{tokens / prediction.step_ms * 1000:,.0f}", ""),
-        ("step", f"{prediction.step_ms:,.1f} ms", slower),
-        ("device", _gib(option.device_gib), f"{prediction.peak_at} (nothing swapped: {_gib(unswapped.device_gib)})"),
-        ("host", _gib(option.host_gib), "pinned"),
-        ("disk", _gib(option.disk_gib), ""),
-        ("waits", f"{prediction.out_stall_ms + prediction.in_stall_ms:,.1f} ms",
-         f"for copies out {prediction.out_stall_ms:,.1f}, for copies in {prediction.in_stall_ms:,.1f}"),
-        ("recomputed", f"{prediction.recompute_ms:,.1f} ms", "of the step"),
-        ("optimizer", f"{profile.non_layer.optimizer_ms:,.1f} ms",
-         f"of the step; copies of offloaded state take {copies_ms(profile):,.1f}"),
-        ("profile", "", profile.source),
-    ]  # fmt: skip
-    unused = {"disk"} if not option.disk_gib else set()
-    if profile.offloaded_state is None or not profile.offloaded_state.fraction:
-        unused.add("optimizer")
-    return "\n".join(_aligned([row for row in rows if row[0] not in unused], numbers=1))
-
-
-def _gib(gib: float) -> str:
+def gib_text(gib: float) -> str:
+    """Return ``gib`` GiB in the unit that suits it."""
     return format_bytes(gib * GIB)
 
 
@@ -196,7 +73,7 @@ def _size(mib: float) -> str:
     return f"{mib:,.0f}" if mib >= 10 else f"{mib:.2f}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], numbers: int | tuple[int, ...] | None) -> Iterator[str]:
+def aligned(rows: Sequence[tuple[str, ...]], numbers: int | tuple[int, ...] | None) -> Iterator[str]:
     """Yield lines with aligned columns. Columns at the indices ``numbers`` are right-aligned."""
     right = (numbers,) if isinstance(numbers, int) else numbers or ()
     rows = [tuple(map(printable, row)) for row in rows]  # names come from files

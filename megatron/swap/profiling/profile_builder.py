@@ -13,6 +13,7 @@ from typing import Literal
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import GIB, MIB, SwapError
+from megatron.swap.forecast.figures import figures_of
 from megatron.swap.planner.profile import (
     Device,
     LayerClass,
@@ -81,6 +82,7 @@ def build_profile(
         pipeline=pipeline,
         # No plan changes the peak of a rank whose layers run no backward, or that has none.
         optimizer_gib=(timeline.between_bytes if layers else timeline.most_bytes) / GIB,
+        figures=figures_of(model),
     )
 
 

@@ -21,6 +21,7 @@ from megatron.swap.common.plan import check_model, load_plan
 from megatron.swap.common.spelling import INSTALL
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.engine.layer_hooks import NotCopied, in_backward
+from megatron.swap.forecast.flags import model_of
 from megatron.swap.megatron_lm.arguments import swap_config
 from megatron.swap.megatron_lm.built_model import (
     args_of,
@@ -34,7 +35,6 @@ from megatron.swap.megatron_lm.layer import has_own_checkpointed_forward
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.native.guarding import build_guard
 from megatron.swap.patches import linear_weight_gradients
-from megatron.swap.planner.flags import model_of
 from megatron.swap.session.console import LogConsole
 from megatron.swap.session.model_swap import ModelSwap
 from megatron.swap.session.shared_patches import SHARED

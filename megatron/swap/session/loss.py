@@ -10,8 +10,8 @@ from torch import nn
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.plan import Model
 from megatron.swap.common.types import GIB, format_bytes
+from megatron.swap.forecast.loss_chunks import choose_num_chunks, loss_bytes
 from megatron.swap.megatron_lm.loss_chunks import chunk_loss
-from megatron.swap.planner.loss_chunks import choose_num_chunks, loss_bytes
 
 WORTH = 0.01
 """Fraction of the budget from which on what ``--swap-loss-chunks`` would save is worth a line."""

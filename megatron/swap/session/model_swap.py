@@ -19,6 +19,7 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.forecast.flags import has_sum_in_loss, model_of
 from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.fp8_weights import recompute_weights
 from megatron.swap.megatron_lm.layer import check_one_stack, check_stacks, pipeline_rank
@@ -26,7 +27,6 @@ from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
 from megatron.swap.patches import registry
 from megatron.swap.patches.registry import AppliedPatches
-from megatron.swap.planner.flags import has_sum_in_loss, model_of
 from megatron.swap.planner.profile import OffloadedState
 from megatron.swap.profiling.profiler import Profiler
 from megatron.swap.reporting.summary import StepRecord, start_table

@@ -20,6 +20,7 @@ from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.settings import EngineSettings, Instruments
 from megatron.swap.engine.wrapper_tensors import WrapperRules
+from megatron.swap.forecast.flags import model_of
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds
 from megatron.swap.megatron_lm.host_share import HostShare, host_share
 from megatron.swap.megatron_lm.layer import Boundaries
@@ -35,7 +36,6 @@ from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.base import Tier
 from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.memory.tiers.spill import spill_tier
-from megatron.swap.planner.flags import model_of
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.reporting.plan_run import PlanRun
 from megatron.swap.session.run_device import RunDevice

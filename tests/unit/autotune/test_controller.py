@@ -22,7 +22,8 @@ from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Plan, load_plan
 from megatron.swap.common.types import GIB, SwapError, UsageError
-from megatron.swap.planner.profile import Link, load_profile
+from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.planner.profile import Link
 from megatron.swap.planner.solve import solve
 from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder

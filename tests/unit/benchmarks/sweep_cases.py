@@ -11,7 +11,7 @@ from benchmarks.sweeps.forecast import Tiers
 from benchmarks.sweeps.results import Scene, SweepResults
 from benchmarks.sweeps.runner import Attempt, measure
 from benchmarks.sweeps.sweep import Sweep, Trial, load_sweep
-from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.forecast.gpus import find_gpu
 
 SHAPE = """
 --transformer-impl transformer_engine --bf16 --vocab-size 32000 --hidden-size 5120 --ffn-hidden-size 13824 --swiglu

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import plan_points
 from benchmarks.machine import ROOT
 from megatron.swap.common.plan import load_plan
-from megatron.swap.planner.flags import check_known
+from megatron.swap.forecast.flags import check_known
 
 PREDICTED = json.loads((ROOT / plan_points.PREDICTIONS).read_text())["points"]
 

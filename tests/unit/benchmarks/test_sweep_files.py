@@ -11,7 +11,7 @@ from benchmarks.suites.toml_file import SuiteError
 from benchmarks.sweeps.command import main
 from benchmarks.sweeps.forecast import Tiers
 from benchmarks.sweeps.sweep import find_sweep, load_sweep, sweep_names
-from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.forecast.gpus import find_gpu
 from tests.unit.benchmarks.sweep_cases import FILE, HEAD, METHODS, SHAPE, TIERS, a_sweep
 
 H200 = find_gpu("h200")

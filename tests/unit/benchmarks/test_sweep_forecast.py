@@ -10,9 +10,9 @@ import pytest
 from benchmarks.sweeps.forecast import MARGIN, PROCESSES_GIB, Tiers, forecast
 from benchmarks.sweeps.sweep import find_sweep, load_sweep
 from megatron.swap.common.types import GIB, KIB, UsageError
-from megatron.swap.planner.flags import read_flags
-from megatron.swap.planner.gpus import find_gpu, gpu_of
-from megatron.swap.planner.states import States
+from megatron.swap.forecast.flags import read_flags
+from megatron.swap.forecast.gpus import find_gpu, gpu_of
+from megatron.swap.forecast.states import States
 from tests.unit.benchmarks.sweep_cases import SHAPE, TIERS
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"

@@ -33,7 +33,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, line: str) -> str:
     def planned(*_: Any) -> None:
         raise AssertionError("it has begun to plan")
 
-    monkeypatch.setattr("megatron.swap.planner.options.simulate", planned)
+    monkeypatch.setattr("megatron.swap.forecast.options.simulate", planned)
     with redirect_stderr(io.StringIO()) as said:
         assert program.main(line.split()) == 1
     assert said.getvalue().endswith("\n")

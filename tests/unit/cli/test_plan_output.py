@@ -12,9 +12,9 @@ from megatron.swap.cli import plan as program
 from megatron.swap.cli.training_command import training_command
 from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.flags import check_known, not_counted, read_flags, training_flags
-from megatron.swap.planner.gpus import GPUS, SHARED_GB_S, find_gpu
-from megatron.swap.planner.options import DISK, FULL, NOTHING, PLANNED, STATE, Option, best, of_training
+from megatron.swap.forecast.flags import check_known, not_counted, read_flags, training_flags
+from megatron.swap.forecast.gpus import GPUS, SHARED_GB_S, find_gpu
+from megatron.swap.forecast.options import DISK, FULL, NOTHING, PLANNED, STATE, Option, best, of_training
 
 LAYERS = "--num-layers 4"
 SIZES = (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.cli.main import main
-from megatron.swap.planner.gpus import GPUS
-from megatron.swap.planner.options import FULL, NOTHING, PLANNED, STATE, Option
-from megatron.swap.planner.stages import decide, planned_ranks
+from megatron.swap.forecast.gpus import GPUS
+from megatron.swap.forecast.options import FULL, NOTHING, PLANNED, STATE, Option
+from megatron.swap.forecast.stages import decide, planned_ranks
 from tests.unit.cli.test_plan_output import FLAGS, LLAMA, option, planned, rows, words
 
 LONG = (

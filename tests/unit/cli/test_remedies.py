@@ -12,8 +12,8 @@ from megatron.swap.cli import plan as planner
 from megatron.swap.cli import remedies
 from megatron.swap.cli.remedies import GRADIENTS, changes, is_needed, remedy_line
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.flags import read_flags
-from megatron.swap.planner.options import DISK, PLANNED, STATE
+from megatron.swap.forecast.flags import read_flags
+from megatron.swap.forecast.options import DISK, PLANNED, STATE
 
 FLAGS = (
     "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 17920 --num-attention-heads 40 --group-query-attention "

@@ -25,9 +25,9 @@ from megatron.swap.dry.autocast import DryAutocast
 from megatron.swap.dry.engine import CONTEXT_GIB, dry_device
 from megatron.swap.dry.mode import CUBLAS_BYTES, dry_run
 from megatron.swap.dry.steps import dry_planned_step, dry_profile, dry_step
-from megatron.swap.planner import options
-from megatron.swap.planner.gpus import GPUS
-from megatron.swap.planner.options import Option, of_dry_run
+from megatron.swap.forecast import options
+from megatron.swap.forecast.gpus import GPUS
+from megatron.swap.forecast.options import Option, of_dry_run
 from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve

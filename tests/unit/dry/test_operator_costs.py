@@ -19,7 +19,7 @@ from megatron.swap.dry.costs import (
     cost_of,
     prefers_cudnn,
 )
-from megatron.swap.planner.gpus import GPUS
+from megatron.swap.forecast.gpus import GPUS
 
 GPU = replace(
     GPUS["h200"], tflops=100.0 / LINEAR_SPEED, attention_tflops=50.0, memory_gb_s=1000.0 / MEMORY_SPEED,

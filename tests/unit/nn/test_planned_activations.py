@@ -22,10 +22,11 @@ from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.recomputed_run import RecomputedRunError
 from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
 from megatron.swap.native.operator_following import load_operators
 from megatron.swap.nn import planned_activations, planned_boundary, swapped_activations
-from megatron.swap.planner.profile import Link, load_profile
+from megatron.swap.planner.profile import Link
 from tests.plain_loop import (
     Cnn,
     Mlp,

@@ -28,7 +28,7 @@ from megatron.swap.optimizer.param_state import MAIN, OffloadedTensor, ParamStat
 from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.stepper import NUM_BUFFERS, OptimizerStepper, StepOptions
 from megatron.swap.optimizer.transfers import StateTransfers
-from megatron.swap.planner.states import BUCKET_BYTES, BUCKETS_GIB
+from megatron.swap.planner.profile import BUCKET_BYTES, BUCKETS_GIB
 
 SHAPES = ((64, 33), (7,), (1000,), (128, 65))
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
+from megatron.swap.forecast.figures import with_figures
 from megatron.swap.planner.profile import (
     MS_PER_MIB,
     Device,
@@ -46,11 +47,11 @@ def profile(
 ) -> Profile:
     """Return the profile of a rank without weights, with ``layers``."""
     num_layers = 1 + max(layer for entry in layers for layer in entry.layers)
-    return Profile(
+    return with_figures(Profile(
         source="made up", model=model(num_layers), device=Device("none", 1.0), link=Link(gb_s, gb_s, gb_s, gb_s),
         static_gib=0.0, allocator_gib=0.0, host_gib=host_gib, num_micro_batches=micro_batches,
         non_layer=non_layer or NonLayer(0.0, 0.0, 0.0, 0.0, 0.0), layers=tuple(layers), pipeline=pipeline or Pipeline(),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def plan(of: Profile, classes: dict[tuple[int, ...], dict[str, str]], **sections: tuple[str, ...]) -> Plan:

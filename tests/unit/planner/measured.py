@@ -14,11 +14,11 @@ from typing import Any
 from benchmarks import plan_points
 from benchmarks.sweeps.plans import plan_of, with_mlp_section
 from megatron.swap.common.plan import load_plan
-from megatron.swap.planner.flags import Training, read_flags
-from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.options import FULL, NOTHING, states_on, weight_gradients_gib, without_planner
+from megatron.swap.forecast.flags import Training, read_flags
+from megatron.swap.forecast.gpus import find_gpu
+from megatron.swap.forecast.options import FULL, NOTHING, states_on, weight_gradients_gib, without_planner
+from megatron.swap.forecast.shape import params_of_rank, shape_profile, with_measured_times, with_megatrons_loss
 from megatron.swap.planner.profile import Link, Profile
-from megatron.swap.planner.shape import params_of_rank, shape_profile, with_measured_times, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import empty_plan, solve
 from megatron.swap.planner.state_fraction import with_fraction

@@ -12,9 +12,10 @@ import pytest
 
 from megatron.swap.common.plan import Plan, load_plan
 from megatron.swap.common.types import Action
+from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.planner import host_time
 from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, WHOLE, WHOLE_LAYER
-from megatron.swap.planner.profile import LayerClass, Profile, Section, load_profile
+from megatron.swap.planner.profile import LayerClass, Profile, Section
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import _spread, empty_plan, smallest_budget, solve
 from tests.unit.planner.cases import plan, profile, site

@@ -14,25 +14,17 @@ import pytest
 
 from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
-from megatron.swap.planner.flags import model_of, read_flags
-from megatron.swap.planner.gpus import GPUS, find_gpu
-from megatron.swap.planner.kernels import recompute_inputs
-from megatron.swap.planner.profile import (
-    LayerClass,
-    NonLayer,
-    NonLayerSite,
-    Pipeline,
-    Section,
-    load_profile,
-    save_profile,
-    sha256,
-)
-from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.forecast.flags import model_of, read_flags
+from megatron.swap.forecast.gpus import GPUS, find_gpu
+from megatron.swap.forecast.kernels import recompute_inputs
+from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.forecast.shape import WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.forecast.states import States
+from megatron.swap.forecast.what_if import with_link, with_tokens
+from megatron.swap.planner.profile import LayerClass, NonLayer, NonLayerSite, Pipeline, Section, save_profile, sha256
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
-from megatron.swap.planner.states import States
 from megatron.swap.planner.table import non_layer_table
-from megatron.swap.planner.what_if import with_link, with_tokens
 from tests.unit.planner.cases import model, profile, random_profile, site
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -401,7 +393,7 @@ class TestCommandLine:
 def test_the_planner_needs_neither_torch_nor_megatron() -> None:
     """The planner runs on a laptop with the standard library, numpy and scipy."""
     code = (
-        "import sys; import megatron.swap.planner.solve, megatron.swap.planner.flags, megatron.swap.planner.what_if, "
+        "import sys; import megatron.swap.planner.solve, megatron.swap.forecast.flags, megatron.swap.forecast.what_if, "
         "megatron.swap.planner.table; "
         "print([name for name in ('torch', 'megatron.core', 'megatron.training') if name in sys.modules])"
     )

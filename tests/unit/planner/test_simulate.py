@@ -15,6 +15,7 @@ from megatron.swap.engine import offload as offload_module
 from megatron.swap.engine.handle import Handle
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.policy import PlanPolicy
+from megatron.swap.forecast.what_if import with_tokens
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.planner.assignment import layer_script
@@ -22,7 +23,6 @@ from megatron.swap.planner.profile import LayerClass, Link, NonLayer, NonLayerSi
 from megatron.swap.planner.schedule import Unit, schedule
 from megatron.swap.planner.simulate import simulate, with_measured_step
 from megatron.swap.planner.solve import empty_plan
-from megatron.swap.planner.what_if import with_tokens
 from tests.engine import save
 from tests.sizes import sized
 from tests.unit.planner.cases import GB_S, plan, profile, random_class, site

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from megatron.swap.common.plan import LAYER_SECTION, Infeasible
 from megatron.swap.common.types import Action
+from megatron.swap.forecast.figures import with_figures
+from megatron.swap.forecast.gpus import find_gpu
+from megatron.swap.forecast.shape import shape_profile
 from megatron.swap.planner import program
-from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.profile import LayerClass, NonLayer, OffloadedState, Profile, Section
+from megatron.swap.planner.profile import GAPS_GIB, LayerClass, NonLayer, OffloadedState, Profile, Section
 from megatron.swap.planner.program import Program, Windows, bound_windows
-from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve
-from megatron.swap.planner.states import GAPS_GIB
 from tests.sizes import sized
 from tests.unit.planner.cases import all_choices, linear_cost, model, profile, random_profile, site, to_plan
 
@@ -160,7 +160,7 @@ def test_expected_fragmentation(allocator_gib: float, expected_gib: float, reser
 def test_more_fragments_are_expected_with_fp8_layers() -> None:
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0),), ())
     of = replace(profile([entry]), allocator_gib=0.5)
-    fp8 = replace(of, model=replace(of.model, fp8_recipe="tensorwise"))
+    fp8 = with_figures(replace(of, model=replace(of.model, fp8_recipe="tensorwise")))
     assert (of.fragments_gib, fp8.fragments_gib) == (1.0, 1.0)
     assert (of.reserve_gib, fp8.reserve_gib) == (1.25, 2.0)  # holes beside such small weights are smaller still
 

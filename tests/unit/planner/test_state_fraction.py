@@ -9,10 +9,11 @@ import pytest
 
 from megatron.swap.common.plan import Infeasible, merged
 from megatron.swap.common.types import GIB, UsageError
-from megatron.swap.planner.flags import read_flags
-from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.profile import Profile, load_profile, save_profile, sha256
-from megatron.swap.planner.shape import shape_profile
+from megatron.swap.forecast.flags import read_flags
+from megatron.swap.forecast.gpus import find_gpu
+from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.forecast.shape import shape_profile
+from megatron.swap.planner.profile import Profile, save_profile, sha256
 from megatron.swap.planner.solve import smallest_budget, solve
 from megatron.swap.planner.state_fraction import STEPS, solve_fractions, with_fraction
 from tests.sizes import sized

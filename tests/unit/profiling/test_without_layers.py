@@ -9,11 +9,12 @@ import pytest
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, MIB
-from megatron.swap.planner.options import without_planner
-from megatron.swap.planner.profile import Device, Link, Pipeline, Profile, load_profile, save_profile
+from megatron.swap.forecast.options import without_planner
+from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.forecast.what_if import with_tokens
+from megatron.swap.planner.profile import Device, Link, Pipeline, Profile, save_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve, whole_layers
-from megatron.swap.planner.what_if import with_tokens
 from megatron.swap.profiling.profile_builder import build_profile
 from megatron.swap.profiling.recording import Recording, What
 from tests.unit.planner.cases import model

@@ -33,15 +33,3 @@ def workspace(model: Model, query: float, key: float, log_sum_exp: float) -> flo
     if model.flash_attention:
         return 2 * query + 2 * log_sum_exp + (4 * key if is_grouped else 0)
     return 2 * query + log_sum_exp + (2 * query if is_grouped else 0)
-
-
-def largest_block(model: Model, site: str, size: float) -> float:
-    """Return the largest block of that memory, if ``site`` is the query, which has this size; else 0.
-
-    cuDNN takes all in one block, flash-attn one for each sum.
-    """
-    if site == f"{FLASH}/0":
-        return 2 * size
-    if site != f"{FUSED}/0":
-        return 0.0
-    return 4 * size if model.num_query_groups < model.num_attention_heads else 2 * size

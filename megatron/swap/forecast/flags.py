@@ -15,10 +15,10 @@ from megatron.swap.common.config import parse_loss_chunks
 from megatron.swap.common.plan import DROPPED, FP8_WEIGHTS, KEPT, Model
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
-from megatron.swap.planner.attention import takes_flash
-from megatron.swap.planner.fp8 import RECIPES, check_fp8_weights, why_copies_stay
-from megatron.swap.planner.loss_chunks import choose_num_chunks
-from megatron.swap.planner.states import States, type_bytes
+from megatron.swap.forecast.attention import takes_flash
+from megatron.swap.forecast.fp8 import RECIPES, check_fp8_weights, why_copies_stay
+from megatron.swap.forecast.loss_chunks import choose_num_chunks
+from megatron.swap.forecast.states import States, type_bytes
 
 FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
 """The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version. Flags that need

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.swap.planner.gpus import GPUS, Gpu
+from megatron.swap.forecast.figures import with_figures
+from megatron.swap.forecast.gpus import GPUS, Gpu
+from megatron.swap.forecast.shape import layer_class, non_layer_scaled, scaled
 from megatron.swap.planner.profile import Link, Profile
-from megatron.swap.planner.shape import layer_class, non_layer_scaled, scaled
 
 
 def with_link(profile: Profile, gb_s: float) -> Profile:
@@ -33,7 +34,7 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
     # Only ratios are used, so an H200 stands in for devices that are not in the table.
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == profile.device.name), GPUS["h200"])
     forward, backward = _ratios(profile, gpu, new.seq_length, new.micro_batch_size)
-    return replace(
+    return with_figures(replace(
         profile,
         source=f"{profile.source}; scaled to sequences of {new.seq_length}, micro-batches of {new.micro_batch_size}",
         model=new,
@@ -41,7 +42,7 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
         non_layer=non_layer_scaled(profile.non_layer, tokens, tokens, tokens),
         optimizer_gib=profile.optimizer_gib * (1.0 if profile.layers else tokens),
         hook_ms=0.0,  # with other sizes the device waits for the host elsewhere
-    )
+    ))  # fmt: skip
 
 
 def _ratios(profile: Profile, gpu: Gpu, seq_length: int, micro_batch_size: int) -> tuple[float, float]:

@@ -6,14 +6,8 @@ from dataclasses import dataclass
 
 from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes, staging_bytes
 from megatron.swap.common.types import GIB
+from megatron.swap.planner.profile import BUCKET_BYTES, BUCKETS_GIB
 
-BUCKET_BYTES = 256 << 20
-"""Size of a bucket of offloaded state on the device. Copies of this size reach the link's full speed."""
-BUCKETS_GIB = 3 * BUCKET_BYTES / GIB
-"""Device memory of the buckets during the optimizer step (``optimizer/stepper.py``), when no activations are held."""
-GAPS_GIB = 5 * BUCKET_BYTES / GIB
-"""Fragmentation by buckets that are allocated and freed among activations. 1.1 GiB were measured: an 8B model reserved
-133.8 GiB without such buckets and 134.9 GiB with them."""
 DISK_MS_PER_GIB = GIB / 1e6 * (1 / 1.2 + 1 / 2.2)
 """Time to write and read a GiB of offloaded state, if no run measured the disk: 1.2 and 2.2 GB/s, the speeds of one
 local disk with direct access."""

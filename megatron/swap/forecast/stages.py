@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.swap.planner.options import Option
+from megatron.swap.forecast.options import Option
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.attention import FUSED
-from megatron.swap.planner.gpus import GPUS, Gpu
-from megatron.swap.planner.states import States
+from megatron.swap.forecast.attention import FUSED
+from megatron.swap.forecast.gpus import GPUS, Gpu
+from megatron.swap.forecast.states import States
 
 RECIPES = ("tensorwise", "delayed", "blockwise")
 """The FP8 recipes that the formulas cover."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.swap.common.plan import Model
-from megatron.swap.planner.profile import SiteProfile
 
 MLP_CHUNKS = "--mlp-chunks-for-training"
 MLP, ATTENTION = "mlp", "self_attention"
@@ -74,37 +72,3 @@ def advised_num_chunks(model: Model) -> int:
     while num * model.hidden_size < wide and tokens / (2 * num) >= FEWEST_TOKENS:
         num *= 2
     return num if num > model.mlp_chunks else 1
-
-
-def ends_in_forward(sites: Sequence[SiteProfile], num_chunks: int) -> dict[str, float]:
-    """Return when sites of a layer are gone in forward, unless autograd holds them.
-
-    Those of a chunk are gone when the next chunk begins, and those of attention when the first one begins: then no
-    frame holds them any more. Other sites (of the last chunk, of all chunks together) may be held until the layer ends.
-
-    Args:
-        sites: of a layer. Each chunk saves the same tensors under the same paths, so their ordinals tell the chunks.
-    """
-    of_path: dict[str, dict[int, SiteProfile]] = {}
-    for one in sites:
-        path, _, number = one.site.rpartition("/")
-        if _is_within(MLP, path):
-            of_path.setdefault(path, {})[int(number)] = one
-    chunk_of: dict[str, int] = {}
-    begins: dict[int, float] = {}
-    for found in of_path.values():
-        per_chunk = -(-(max(found) + 1) // num_chunks)  # formulas leave out what is small
-        for ordinal, one in found.items():
-            place = ordinal % per_chunk
-            if all(place + number * per_chunk in found for number in range(num_chunks)):
-                # Else the first chunk saves it for all.
-                chunk = chunk_of[one.site] = ordinal // per_chunk
-                begins[chunk] = min(begins.get(chunk, one.saved_at_ms), one.saved_at_ms)
-    ends = {site: begins[chunk + 1] for site, chunk in chunk_of.items() if chunk + 1 in begins}
-    if begins:
-        ends |= {one.site: begins[0] for one in sites if _is_within(ATTENTION, one.site.rpartition("/")[0])}
-    return ends
-
-
-def _is_within(module: str, path: str) -> bool:
-    return path == module or path.startswith(f"{module}.")

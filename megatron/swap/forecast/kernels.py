@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from megatron.swap.common.plan import Model
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.attention import BACKWARD_FLOPS, FUSED, attention_path, workspace
-from megatron.swap.planner.fp8 import KEEP_CONTEXT, ONLY_QUANTIZED, PROJ, SPEEDS, moved_bytes, recomputed, saved_sites
-from megatron.swap.planner.fp8 import RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS
-from megatron.swap.planner.gpus import Gpu
-from megatron.swap.planner.mlp_chunks import MLP_CHUNKS, MOST_CHUNKS, mlp_chunks
+from megatron.swap.forecast.attention import BACKWARD_FLOPS, FUSED, attention_path, workspace
+from megatron.swap.forecast.fp8 import KEEP_CONTEXT, ONLY_QUANTIZED, PROJ, SPEEDS, moved_bytes, recomputed, saved_sites
+from megatron.swap.forecast.fp8 import RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS
+from megatron.swap.forecast.gpus import Gpu
+from megatron.swap.forecast.mlp_chunks import MLP_CHUNKS, MOST_CHUNKS, mlp_chunks
 
 BYTES = 2
 """Bytes of one bf16 value."""

@@ -12,13 +12,13 @@ import pytest
 
 from megatron.swap.common.plan import Model, check_model, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
-from megatron.swap.planner import fp8, shape
-from megatron.swap.planner.flags import model_of, read_flags, state_bytes_of
-from megatron.swap.planner.fp8 import RECIPES, RECOMPUTE_INPUTS
-from megatron.swap.planner.gpus import GPUS, find_gpu
-from megatron.swap.planner.options import DISK, FULL, PLANNED, STATE, of_training, states_on
+from megatron.swap.forecast import fp8, shape
+from megatron.swap.forecast.flags import model_of, read_flags, state_bytes_of
+from megatron.swap.forecast.fp8 import RECIPES, RECOMPUTE_INPUTS
+from megatron.swap.forecast.gpus import GPUS, find_gpu
+from megatron.swap.forecast.options import DISK, FULL, PLANNED, STATE, of_training, states_on
+from megatron.swap.forecast.shape import params_of_rank, shape_profile
 from megatron.swap.planner.profile import LayerClass, Profile
-from megatron.swap.planner.shape import params_of_rank, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, solve
 

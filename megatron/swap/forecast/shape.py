@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import GIB, LOSS_ROWS, MIB, UsageError
-from megatron.swap.planner.attention import attention_path
-from megatron.swap.planner.fp8 import (
+from megatron.swap.forecast.attention import attention_path
+from megatron.swap.forecast.figures import figures_of
+from megatron.swap.forecast.fp8 import (
     RESIDUAL_SECTION,
     check_gpu,
     fp8_params,
@@ -16,8 +17,8 @@ from megatron.swap.planner.fp8 import (
     quantize_weights_ms,
     recomputed,
 )
-from megatron.swap.planner.gpus import Gpu
-from megatron.swap.planner.kernels import (
+from megatron.swap.forecast.gpus import Gpu
+from megatron.swap.forecast.kernels import (
     FC1_INPUT,
     INPUT,
     backward_ms_of,
@@ -28,7 +29,8 @@ from megatron.swap.planner.kernels import (
     recompute_ms,
     sizes_of,
 )
-from megatron.swap.planner.loss_chunks import loss_bytes
+from megatron.swap.forecast.loss_chunks import loss_bytes
+from megatron.swap.forecast.states import DISK_MS_PER_GIB, States, type_bytes
 from megatron.swap.planner.profile import (
     Device,
     LayerClass,
@@ -41,7 +43,6 @@ from megatron.swap.planner.profile import (
     Section,
     SiteProfile,
 )
-from megatron.swap.planner.states import DISK_MS_PER_GIB, States, type_bytes
 
 WORKSPACE_GIB = 0.096
 """Measured memory of libraries besides weights, gradients and optimizer state."""
@@ -224,6 +225,7 @@ def shape_profile(
         pipeline=Pipeline(stages, pipeline_rank, chunks),
         offloaded_state=state if fraction else None,
         optimizer_gib=states.optimizer_gib(params),
+        figures=figures_of(model),
     )
 
 

@@ -10,17 +10,18 @@ import torch
 from benchmarks.machine import ROOT
 from megatron.swap.common.plan import load_plan
 from megatron.swap.common.types import GIB, MIB, Action, UsageError
-from megatron.swap.planner.assignment import layer_script
-from megatron.swap.planner.flags import read_flags
-from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.kernels import kernels, sizes_of
-from megatron.swap.planner.loss_chunks import choose_num_chunks
-from megatron.swap.planner.mlp_chunks import advised_num_chunks, ends_in_forward, mlp_chunks
-from megatron.swap.planner.options import STATE, of_training
-from megatron.swap.planner.profile import LayerClass
-from megatron.swap.planner.shape import layer_class
+from megatron.swap.forecast.flags import read_flags
+from megatron.swap.forecast.gpus import find_gpu
+from megatron.swap.forecast.kernels import kernels, sizes_of
+from megatron.swap.forecast.loss_chunks import choose_num_chunks
+from megatron.swap.forecast.mlp_chunks import ATTENTION, MLP, advised_num_chunks, mlp_chunks
+from megatron.swap.forecast.options import STATE, of_training
+from megatron.swap.forecast.shape import layer_class
+from megatron.swap.planner.assignment import ends_in_forward, layer_script
+from megatron.swap.planner.profile import LayerClass, ModelFigures
 
 H200 = find_gpu("h200")
+FOUR = ModelFigures(in_parts=(MLP, ATTENTION), num_parts=4)
 TOKENS = 131072
 LONG = (
     "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
@@ -93,13 +94,13 @@ def test_the_first_chunk_to_run_backward_needs_the_input() -> None:
 
 def test_a_chunk_is_gone_when_the_next_begins() -> None:
     entry = chunked(4)
-    ends, saved = ends_in_forward(entry.sites, 4), {one.site: one.saved_at_ms for one in entry.sites}
+    ends, saved = ends_in_forward(entry.sites, FOUR), {one.site: one.saved_at_ms for one in entry.sites}
     for number in range(3):
         for site in (f"mlp.linear_fc1/{3 * number + 1}", f"mlp/{number}", f"mlp.linear_fc2/{number}"):
             assert saved[site] < ends[site] == saved[f"mlp.linear_fc1/{3 * number + 4}"]
     assert ends["self_attention.linear_qkv/1"] == saved["mlp.linear_fc1/1"]
     assert not {"mlp.linear_fc1/0", "mlp.linear_fc1/10", "mlp/3", "mlp.linear_fc2/3"} & ends.keys()
-    script = layer_script(entry, {"mlp/0": Action.RECOMPUTE}, (), num_mlp_chunks=4)
+    script = layer_script(entry, {"mlp/0": Action.RECOMPUTE}, (), figures=FOUR)
     gone = dict(zip(saved, script.gone, strict=True))
     assert gone["mlp/0"] == ends["mlp/0"]
     assert gone["mlp/3"] == float("inf")
@@ -110,7 +111,7 @@ def test_tensors_that_are_saved_once_for_all_chunks_stay() -> None:
     """Megatron's own layers save the norm's output once, as the input of all chunks of linear_fc1."""
     sites = [one for one in chunked(4).sites if not one.site.startswith("mlp.linear_fc1")]
     once = replace(chunked(4).sites[7], site="mlp.linear_fc1/0")
-    assert "mlp.linear_fc1/0" not in ends_in_forward([*sites, once], 4)
+    assert "mlp.linear_fc1/0" not in ends_in_forward([*sites, once], FOUR)
 
 
 def test_names_follow_from_what_the_norm_saves() -> None:

@@ -9,11 +9,11 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.common.types import GIB, MIB, UsageError
-from megatron.swap.planner import flags
-from megatron.swap.planner.flags import model_of, not_counted, read_flags
-from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.forecast import flags
+from megatron.swap.forecast.flags import model_of, not_counted, read_flags
+from megatron.swap.forecast.gpus import find_gpu
+from megatron.swap.forecast.shape import layer_class, shape_profile
 from megatron.swap.planner.profile import LayerClass, Profile
-from megatron.swap.planner.shape import layer_class, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 

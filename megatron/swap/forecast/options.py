@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import DROPPED, LAYER_SECTION, Infeasible, Plan, PlanClass
 from megatron.swap.common.types import GIB, MIB, UsageError
-from megatron.swap.planner.flags import Training
-from megatron.swap.planner.fp8 import fp8_params, with_fp8_weights
-from megatron.swap.planner.gpus import Gpu
-from megatron.swap.planner.kernels import BYTES
+from megatron.swap.forecast.flags import Training
+from megatron.swap.forecast.fp8 import fp8_params, with_fp8_weights
+from megatron.swap.forecast.gpus import Gpu
+from megatron.swap.forecast.kernels import BYTES
+from megatron.swap.forecast.shape import chunks_of, params_of_rank, shape_profile, with_megatrons_loss
+from megatron.swap.forecast.states import States, max_offloaded_state_gib, max_state_before_disk, split_before_disk
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.shape import chunks_of, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, empty_plan, written_budget
 from megatron.swap.planner.state_fraction import solve_fractions, with_fraction
-from megatron.swap.planner.states import States, max_offloaded_state_gib, max_state_before_disk, split_before_disk
 
 NOTHING, FULL, PLANNED, STATE, DISK = (
     "nothing", "full recomputation", "planned", "planned + optimizer state", "planned + optimizer state + disk",

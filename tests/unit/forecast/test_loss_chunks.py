@@ -9,10 +9,10 @@ import pytest
 
 from megatron.swap.cli import plan as program
 from megatron.swap.common.types import GIB, LOSS_ROWS, MIB, UsageError
-from megatron.swap.planner.flags import read_flags
-from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.loss_chunks import FEWEST_TOKENS, choose_num_chunks, loss_bytes, saved_bytes
-from megatron.swap.planner.shape import shape_profile
+from megatron.swap.forecast.flags import read_flags
+from megatron.swap.forecast.gpus import find_gpu
+from megatron.swap.forecast.loss_chunks import FEWEST_TOKENS, choose_num_chunks, loss_bytes, saved_bytes
+from megatron.swap.forecast.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 

@@ -14,9 +14,9 @@ import torch
 from megatron.swap.cli import plan as program
 from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes
 from megatron.swap.common.types import GIB, MemoryRow
+from megatron.swap.forecast.states import split_before_disk
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.tiers.disk import DiskTier
-from megatron.swap.planner.states import split_before_disk
 from megatron.swap.reporting.memory_report import measure
 from megatron.swap.reporting.summary import RankReport, build_summary
 

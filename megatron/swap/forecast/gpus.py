@@ -23,7 +23,7 @@ class Gpu:
         cuda_name: the device name that CUDA reports.
         is_link_shared: the GPUs of a host share what the host can copy.
         fp8_tflops: TFLOP/s of linear layers in FP8; 0: it has no FP8.
-        fp8_recipes: recipes that TransformerEngine supports on it and that ``planner/fp8.py`` covers.
+        fp8_recipes: recipes that TransformerEngine supports on it and that ``forecast/fp8.py`` covers.
         num_fp8_layouts: copies of an FP8 weight: 2 where a product needs its transpose, too.
         flash_speeds: speed of flash-attn relative to cuDNN's attention, in forward and in backward.
         own_flash_speeds: the same of PyTorch's own flash attention, flash-attn 2.

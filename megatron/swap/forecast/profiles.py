@@ -1,0 +1,18 @@
+"""Reads profiles from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.swap.common import records
+from megatron.swap.forecast.figures import with_figures
+from megatron.swap.planner.profile import FORMAT, VERSION, Profile
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        UsageError: the file is no profile. Names the file, the key, the given value and the allowed values.
+    """
+    return with_figures(records.load(Profile, path, FORMAT, VERSION))
