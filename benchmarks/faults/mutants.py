@@ -24,7 +24,9 @@ from typing import Any
 from benchmarks.faults.trial import BROKEN, MISSED, run_trial
 from benchmarks.machine import ROOT, facts
 
-FOLDERS = ("dry", "engine", "memory", "nn", "operators", "optimizer", "planner", "profiling", "tensor_swap")
+FOLDERS = (
+    "dry", "engine", "forecast", "memory", "nn", "operators", "optimizer", "planner", "profiling", "tensor_swap",
+)  # fmt: skip
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),

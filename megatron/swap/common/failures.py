@@ -1,4 +1,4 @@
-"""How a process ends that cannot go on: one paragraph, last on the screen.
+"""How a process ends that cannot go on: one paragraph.
 
 An error of ours is the paragraph alone. Any other exception keeps its traceback. Under torchrun the paragraph is also
 written to the file that torchrun names for each rank, so that its report quotes it.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron.swap.common.plan import Model
 from megatron.swap.forecast.attention import FLASH, FUSED
 from megatron.swap.forecast.fp8 import linear_params
-from megatron.swap.forecast.mlp_chunks import ATTENTION, MLP, mlp_chunks
+from megatron.swap.forecast.mlp_chunks import ATTENTION, MLP, num_mlp_chunks
 from megatron.swap.planner.profile import MAX_FRAGMENTS, ModelFigures, Profile
 
 MAX_FRAGMENTS_IN_8_BITS = 3.0
@@ -26,7 +26,7 @@ def figures_of(model: Model) -> ModelFigures:
         # Of the query: cuDNN takes its workspace in one block, flash-attn one for each sum (``workspace``).
         blocks=((f"{FUSED}/0", 4.0 if is_grouped else 2.0), (f"{FLASH}/0", 2.0)),
         in_parts=(MLP, ATTENTION),
-        num_parts=len(mlp_chunks(model)),
+        num_parts=num_mlp_chunks(model),
     )
 
 

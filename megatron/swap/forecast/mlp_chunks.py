@@ -46,11 +46,22 @@ class MlpChunk:
         return f"mlp.linear_fc2/{self.number}"
 
 
-def mlp_chunks(model: Model) -> list[MlpChunk]:
-    """Return the calls of a layer's MLP, in the order of forward. Megatron splits with ``torch.chunk``."""
+def num_mlp_chunks(model: Model) -> int:
+    """Return how often a layer's MLP is called in forward."""
+    tokens, length = _split(model)
+    return -(-tokens // length)
+
+
+def _split(model: Model) -> tuple[int, int]:
+    """Return the tokens of a sample on one rank, and those of a chunk, as ``torch.chunk`` splits them."""
     num_ranks = model.context_parallel * (model.tensor_parallel if model.sequence_parallel else 1)
-    tokens, num_saved = max(1, model.seq_length // num_ranks), 2 + (model.mlp_statistics or 0)
-    length = -(-tokens // min(model.mlp_chunks, tokens))
+    tokens = max(1, model.seq_length // num_ranks)
+    return tokens, -(-tokens // min(max(1, model.mlp_chunks), tokens))
+
+
+def mlp_chunks(model: Model) -> list[MlpChunk]:
+    """Return the calls of a layer's MLP, in the order of forward."""
+    (tokens, length), num_saved = _split(model), 2 + (model.mlp_statistics or 0)
     starts = range(0, tokens, length)
     ends = [min(start + length, tokens) for start in starts]
     return [

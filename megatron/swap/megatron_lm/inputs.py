@@ -42,6 +42,9 @@ def check_packing(args: Namespace) -> None:
         return
     pipeline, size, context = args.pipeline_model_parallel_size, args.micro_batch_size, args.context_parallel_size
     refused = {
+        "this Megatron, which packs no documents so. Install megatron-core 0.19": (
+            "dataloader_inter_document_masking" not in vars(args)
+        ),
         "--transformer-impl local: its attention takes no packed documents. Use transformer_engine, or "
         "--reset-attention-mask, whose masks take sequence² bytes": args.transformer_impl == "local",
         f"--context-parallel-size {context}: Megatron does not pad documents to multiples of twice that size, and "

@@ -270,7 +270,7 @@ class PlannedBoundary(ModuleBoundary):
     @contextmanager
     def _noting_saved(self) -> Iterator[None]:
         saved: list[Hashable] = []
-        with seeing_saved(lambda tensor: saved.append(form_of(tensor))):
+        with seeing_saved(lambda tensor: saved.append((form_of(tensor), _held_bytes(tensor)))):
             yield
         self._saved[self._nth] = tuple(saved)
 
@@ -294,6 +294,10 @@ class PlannedBoundary(ModuleBoundary):
             if (number := watch.number(tensor)) is not None:
                 self._probes.append((order, number, version_probe_of(tensor)))
         return result
+
+    def _is_exact(self, order: OperatorOrder | None) -> bool:
+        """Whether two runs on a GPU must be equal to the bit. Operators that are never followed may add atomically."""
+        return self._has_operators if order is None else not has_atomics(order.operators)
 
     def _note_recomputed(self, addresses: Collection[int]) -> None:
         """Note which operators the layer's next runs under this policy have to record, and what to repeat."""
@@ -333,7 +337,7 @@ class PlannedBoundary(ModuleBoundary):
             (self.module, self._nth), name, self._reader.read(one for one in others if one is not None),
             saved=places and places.last, in_turn=places and places.all,
             num_saved=places and places.num_saved, sees_saved=True,
-            is_exact=device.type != "cuda" or order is None or not has_atomics(order.operators),
+            is_exact=device.type != "cuda" or self._is_exact(order),
             forked=_forked_random_states(device),
         )  # fmt: skip
 
@@ -348,6 +352,10 @@ class PlannedBoundary(ModuleBoundary):
 
         contexts = lambda: (nullcontext(), self._saved_tensors.counting())  # noqa: E731
         return checkpoint(run, on_device, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+def _held_bytes(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage().nbytes() if is_plain(tensor) else None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The last two lines of a run: what swapping did to memory, and what to type next."""
+"""Two lines behind the last iteration: what swapping did to memory, and what to type next."""
 
 from __future__ import annotations
 

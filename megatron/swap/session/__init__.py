@@ -1,7 +1,7 @@
 """The composition root of a Megatron run: builds the parts from the settings, installs them, reports, removes them.
 
-Owns `SwapSession` and `prepare`. May import every package but `cli` and `integrations`. `SwapSession` is imported at
-its first use, because `prepare` runs before Megatron is imported.
+Owns `SwapSession` and `prepare`. May import every package but `cli`, `integrations` and `dry`. `SwapSession` is
+imported at its first use, because `prepare` runs before Megatron is imported.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.swap.devices.base import Device, Stream, bytes_of
+from megatron.swap.devices.base import Device, Event, Stream, bytes_of
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.memory.host_pool import Lease
@@ -31,6 +31,7 @@ class DirectTransfer:
         self._device = device
         self._stream = stream
         self._way = way
+        self._done: Event | None = None
         self._failure: Exception | None = None
 
     def begin(self, *, ahead: bool) -> bool:
@@ -44,7 +45,7 @@ class DirectTransfer:
                 data = bytes_of(self.storage).split([view.numel() for view in host])
                 device.copy(stream, *((host, data) if self._way is Direction.OUT else (data, host)))
         except Exception as error:  # raised by ``wait`` and ``join``, after which the memory of both sides is reused
-            self._failure = error
+            self._failure = error.with_traceback(None)  # its frames hold the storage
             device.synchronize()  # a part of the copy may be under way
         self._done = device.record(stream)
         return False
@@ -54,17 +55,19 @@ class DirectTransfer:
         return False
 
     def is_done(self) -> bool:
-        """Whether the copy is over, complete or failed."""
-        return self._device.has_passed(self._done)
+        """Whether the copy is over, complete or failed; or ``begin`` was interrupted."""
+        return self._done is None or self._device.has_passed(self._done)
 
     def wait(self) -> None:
         """Wait until the copy is over. Raises its error, if it failed."""
-        self._device.finish(self._done)
+        if self._done is not None:
+            self._device.finish(self._done)
         self._raise_failure()
 
     def join(self) -> None:
         """Order the caller's stream behind the copy. Raises its error, if it failed."""
-        self._device.wait(self._device.current_stream(), self._done)
+        if self._done is not None:
+            self._device.wait(self._device.current_stream(), self._done)
         self._raise_failure()
 
     def _raise_failure(self) -> None:

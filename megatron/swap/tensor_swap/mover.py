@@ -127,7 +127,11 @@ class StorageMover:
             # From here on a write would be lost, so any access that the dispatcher does not see is refused. The copy
             # itself runs by address.
             self._access.refuse(storage, _refusal(entry))
-            is_ahead = entry.transfer.begin(ahead=ahead)
+            try:
+                is_ahead = entry.transfer.begin(ahead=ahead)
+            except BaseException:  # the storage still has its bytes; the lease is lost, since a copy may write to it
+                self._forget(entry, storage)
+                raise
             self._offloading[storage._cdata] = entry
             self._offloading.move_to_end(storage._cdata, last=not is_ahead)
 

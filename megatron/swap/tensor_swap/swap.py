@@ -172,7 +172,10 @@ class TensorSwap:
             HostMemoryError: there is too little host memory for all of them; some may have begun.
             SwapError: not open, or stopped; or a C++ operator uses one of them.
         """
-        for storage in reversed(self._storages(tensors)):  # each goes to the head, so the first given is pushed last
+        storages = self._storages(tensors)
+        if self._make_queue:  # each goes to the head, so the first given is pushed last
+            storages.reverse()
+        for storage in storages:
             self._offload(storage, ahead=True)
 
     def queue_swap_out(self, *tensors: torch.Tensor) -> None:

@@ -170,6 +170,13 @@ def test_what_packed_documents_do_not_go_with(given: dict[str, object], words: s
     assert "\n" not in str(caught.value)
 
 
+def test_an_older_megatron_packs_no_documents():
+    args = packing(**SFT)
+    del args.dataloader_inter_document_masking, args.hybrid_context_parallel
+    with pytest.raises(UsageError, match=r"^--sft cannot be combined with this Megatron, which packs no documents"):
+        check_packing(args)
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -1,4 +1,4 @@
-"""The last two lines of a run."""
+"""Two lines behind the last iteration."""
 
 from __future__ import annotations
 

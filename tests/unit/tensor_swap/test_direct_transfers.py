@@ -54,6 +54,29 @@ def bytes_in(given: torch.Tensor) -> bytes:
     return ctypes.string_at(storage_of(given).data_ptr(), storage_of(given).nbytes())
 
 
+def test_the_tensor_that_is_named_first_is_copied_first(device: Device) -> None:
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        given = [torch.ones(num << 18) for num in (1, 2, 3)]
+        swap.swap_out(*given)
+        swap.wait_swapped_out()
+    assert device.sizes[:3] == [one.nbytes for one in given]
+
+
+def test_an_offload_that_is_interrupted_has_not_begun(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        a, b = tensor(), tensor()
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "copy", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                swap.swap_out(a)
+        assert not swap.is_out(a)
+        assert torch.equal(a, b)
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        assert swap.is_out(a)
+        assert torch.equal(a, b)
+
+
 def test_cancel_finds_nothing_to_withdraw(device: Device) -> None:
     with TensorSwap(HOST_GIB, "cpu") as swap:
         a = tensor()
