@@ -23,7 +23,7 @@ from megatron.swap.autotune.search import CandidateSearch, Trial, offload_note
 from megatron.swap.autotune.workload import DRIFT, Step, Workload
 from megatron.swap.common.plan import Infeasible, Plan
 from megatron.swap.common.types import GIB, format_bytes
-from megatron.swap.forecast.options import MAX_TIGHTENINGS, MAX_WIDENINGS, WIDENED_GAIN
+from megatron.swap.planner.solve import MAX_TIGHTENINGS, MAX_WIDENINGS, WIDENED_GAIN
 
 RECORDED_STEPS = 2
 """Steps whose saved storages are recorded: what is saved, and where in a layer."""

@@ -16,7 +16,14 @@ from megatron.swap.forecast.shape import chunks_of, params_of_rank, shape_profil
 from megatron.swap.forecast.states import States, max_offloaded_state_gib, max_state_before_disk, split_before_disk
 from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.planner.solve import Solution, empty_plan, written_budget
+from megatron.swap.planner.solve import (
+    MAX_TIGHTENINGS,
+    MAX_WIDENINGS,
+    WIDENED_GAIN,
+    Solution,
+    empty_plan,
+    written_budget,
+)
 from megatron.swap.planner.state_fraction import solve_fractions, with_fraction
 
 NOTHING, FULL, PLANNED, STATE, DISK = (
@@ -30,12 +37,6 @@ NEAR = 1.02
 """A simpler option is preferred if its step takes at most this times the fastest one's."""
 WORTH = 0.995
 """Copies of weights in FP8 are dropped if a step then takes at most this times as long."""
-MAX_TIGHTENINGS = 3
-"""Maximum number of times that a workload gets a smaller budget because peaks exceeded the real one."""
-MAX_WIDENINGS = 3
-"""Maximum number of further plans for memory that plans left free."""
-WIDENED_GAIN = 0.001
-"""A run tries a further plan if it is predicted to be faster by this fraction."""
 LAYERS_AHEAD = 20
 """Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, and a layer's forward and backward launch about
 50 (docs/dev/planner.md)."""

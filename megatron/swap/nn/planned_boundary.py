@@ -295,10 +295,6 @@ class PlannedBoundary(ModuleBoundary):
                 self._probes.append((order, number, version_probe_of(tensor)))
         return result
 
-    def _is_exact(self, order: OperatorOrder | None) -> bool:
-        """Whether two runs on a GPU must be equal to the bit. Operators that are never followed may add atomically."""
-        return self._has_operators if order is None else not has_atomics(order.operators)
-
     def _note_recomputed(self, addresses: Collection[int]) -> None:
         """Note which operators the layer's next runs under this policy have to record, and what to repeat."""
         records, self._records = self._records, None
@@ -337,7 +333,8 @@ class PlannedBoundary(ModuleBoundary):
             (self.module, self._nth), name, self._reader.read(one for one in others if one is not None),
             saved=places and places.last, in_turn=places and places.all,
             num_saved=places and places.num_saved, sees_saved=True,
-            is_exact=device.type != "cuda" or self._is_exact(order),
+            # Where the operators are not known, two runs tell whether kernels are deterministic: never a guess.
+            is_exact=device.type != "cuda" or order is None or not has_atomics(order.operators),
             forked=_forked_random_states(device),
         )  # fmt: skip
 

@@ -32,6 +32,12 @@ SEVERAL = 4
 """Plans that are looked at for each one that is wanted: some differ in their prefetch window alone."""
 SAME = 1.001
 """Step times that differ by less are the same."""
+MAX_TIGHTENINGS = 3
+"""Maximum number of times that a workload gets a smaller budget because peaks exceeded the real one."""
+MAX_WIDENINGS = 3
+"""Maximum number of further plans for memory that plans left free."""
+WIDENED_GAIN = 0.001
+"""A run tries a further plan if it is predicted to be faster by this fraction."""
 NEAR_OPTIMUM = 1e-4
 """Relative gap for programs that are corrected afterwards: the simulator differs from them by more."""
 SMALLEST_MARGIN = 1.002
