@@ -40,7 +40,7 @@ def reads_data(vp_stage: int | None) -> bool:
 
 def has_mask(args: Any) -> bool:
     """Return whether the data has an attention mask. Packed documents need none: attention knows their lengths."""
-    from megatron.swap.megatron_lm.inputs import packs_documents
+    from megatron.swap.trainer.inputs import packs_documents
 
     return bool(args.reset_attention_mask) and not packs_documents(args)
 
@@ -67,7 +67,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> li
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training import get_args
 
-    from megatron.swap.megatron_lm.inputs import packs_documents
+    from megatron.swap.trainer.inputs import packs_documents
 
     args = get_args()
     is_packed = packs_documents(args)
@@ -146,7 +146,7 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
     from megatron.training import get_args, get_tokenizer
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    from megatron.swap.megatron_lm.inputs import evaluates, masks_documents, packs_documents
+    from megatron.swap.trainer.inputs import evaluates, masks_documents, packs_documents
 
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -197,9 +197,9 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron.swap.attention import sdpa_layer_spec
-    from megatron.swap.megatron_lm.inputs import check_data, check_packing
-    from megatron.swap.session.prepare import asks_for_debug
-    from megatron.swap.session.refusals import told_refusals
+    from megatron.swap.trainer.inputs import check_data, check_packing
+    from megatron.swap.trainer.prepare import asks_for_debug
+    from megatron.swap.trainer.refusals import told_refusals
 
     with told_refusals(in_full=asks_for_debug(sys.argv)):
         args = parse_and_validate_args(extra_args_provider=swap.add_swap_args)

@@ -29,7 +29,7 @@ from benchmarks.runner.memory_hog import MemoryHogError, memory_hog
 from benchmarks.runner.request import Request
 from benchmarks.store import ResultStore, StoreError, locked
 from benchmarks.suites.output import INTERRUPTED, interrupt
-from megatron.swap.common.command_line import CommandLine
+from megatron.swap.common.flags import CommandLine
 
 NUM_WARM_UP = 3
 

@@ -15,8 +15,8 @@ from typing import Any
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.swap import patches
+from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.forecast.flags import FLAGS_FILE
-from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.patches.registry import Patch
 from tests.known_failures.listing import known_failures_page
 from tests.support import support_page

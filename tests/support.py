@@ -21,9 +21,10 @@ from megatron.training.arguments import add_megatron_arguments
 
 from benchmarks.report.tables import equal_to_plain
 from benchmarks.rows import COMPLETE, read_rows
+from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.types import PRODUCERS, QUANTIZED, UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
 from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
+from megatron.swap.trainer.command_line import swap_config
 from tests.integration.harness import arguments
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ from benchmarks.traces.analysis import analyse  # noqa: E402
 from benchmarks.traces.reader import read_trace  # noqa: E402
 from benchmarks.traces.records import TraceError  # noqa: E402
 from benchmarks.traces.report import OUTPUT_FILES, print_report, save  # noqa: E402
-from megatron.swap.common.command_line import CommandLine  # noqa: E402
+from megatron.swap.common.flags import CommandLine  # noqa: E402
 from megatron.swap.common.records import read_text  # noqa: E402
 
 

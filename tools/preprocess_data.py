@@ -287,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"byte-level: train with {BYTE_LEVEL_FLAGS}")
     fewest = min(writer.num_documents for writer in writers.values())
     if fewest < ENOUGH_DOCUMENTS:
-        from megatron.swap.megatron_lm.inputs import split_for
+        from megatron.swap.trainer.inputs import split_for
 
         print(f"too few documents for Megatron's --split 969,30,1: train with {split_for(fewest)}")
     return 0

@@ -30,7 +30,7 @@ PRELOADED = (
     "megatron.training.models.gpt",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.swap.session.session",
+    "megatron.swap.trainer.session",
 )
 
 
@@ -79,7 +79,7 @@ def main() -> None:
         import torch
 
         import pretrain_gpt_swap
-        from megatron.swap.session.prepare import prepare
+        from megatron.swap.trainer.prepare import prepare
 
         prepare(sys.argv)  # before Megatron is imported
         for name in (*PRELOADED, *request.requires):
@@ -116,7 +116,7 @@ def _more_flags(request: Request, folder: str) -> list[str]:
 
 def _install_stopwatch(watch: Stopwatch) -> None:
     """Pass the arguments to the stopwatch when the program installs its session, and the built model by a hook."""
-    from megatron.swap.session.session import SwapSession
+    from megatron.swap.trainer.session import SwapSession
 
     install = SwapSession.install
 

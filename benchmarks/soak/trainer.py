@@ -88,13 +88,13 @@ def main(argv: Sequence[str]) -> None:
     samples_path, result_path, job_text, *rest = argv
     job = Job(**json.loads(job_text))
     sys.argv = ["pretrain_gpt_swap.py", *rest]
-    from megatron.swap.session.prepare import prepare
+    from megatron.swap.trainer.prepare import prepare
 
     prepare(sys.argv)
     from megatron.training import get_args, training
 
     import pretrain_gpt_swap
-    from megatron.swap.session.session import SwapSession
+    from megatron.swap.trainer.session import SwapSession
 
     sessions: list[SwapSession] = []
     losses: list[str] = []

@@ -40,7 +40,7 @@ from benchmarks.suites.runner import items, measure
 from benchmarks.suites.saved_picture import draw_saved
 from benchmarks.suites.suite import Suite, SuiteError, find_suite, load_suite, suite_names
 from benchmarks.suites.table import counts_saved, markdown
-from megatron.swap.common.command_line import CommandLine
+from megatron.swap.common.flags import CommandLine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

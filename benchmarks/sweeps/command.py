@@ -43,7 +43,7 @@ from benchmarks.sweeps.rows import TIERS
 from benchmarks.sweeps.runner import measure
 from benchmarks.sweeps.sweep import Sweep, Trial, find_sweep, load_sweep, sweep_names
 from benchmarks.sweeps.table import markdown, short
-from megatron.swap.common.command_line import CommandLine
+from megatron.swap.common.flags import CommandLine
 from megatron.swap.common.types import UsageError, format_bytes
 from megatron.swap.forecast.gpus import GPUS, find_gpu, gpu_of
 from megatron.swap.memory.host_memory import safe_host_bytes

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.runner.planning import plan_file, searches
 from benchmarks.sweeps.plans import plan_of, with_mlp_section
-from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Infeasible, Model, load_plan
+from megatron.swap.common.settings import USUAL_FRACTION
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.forecast.flags import Training, read_flags
 from megatron.swap.forecast.gpus import Gpu

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.swap.common.config import parse_layers
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
+from megatron.swap.common.settings import parse_layers
 from megatron.swap.engine.policy import matches
 from megatron.swap.forecast.gpus import find_gpu
 from megatron.swap.forecast.shape import kernel_ms, layer_class

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from megatron.swap.common.types import SwapError
     from megatron.swap.engine.policy import Policy
     from megatron.swap.engine.stash import Stash, stash
-    from megatron.swap.megatron_lm.command_line import add_swap_args
     from megatron.swap.nn.module_activations import activations
     from megatron.swap.nn.module_weights import WeightStats, WeightSwap, weights
     from megatron.swap.nn.planned_activations import PlannedActivations
     from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
-    from megatron.swap.session.built import BuiltStats, BuiltSwap, install
-    from megatron.swap.session.pretraining import pretrain
-    from megatron.swap.session.session import SwapSession
+    from megatron.swap.run.built import BuiltStats, BuiltSwap, install
     from megatron.swap.tensor_swap.swap import TensorStats, TensorSwap
+    from megatron.swap.trainer.command_line import add_swap_args
+    from megatron.swap.trainer.pretraining import pretrain
+    from megatron.swap.trainer.session import SwapSession
 
 __all__ = [
     "BuiltStats",

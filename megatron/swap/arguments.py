@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.swap.megatron_lm.arguments import swap_config
-from megatron.swap.megatron_lm.command_line import add_swap_args
+from megatron.swap.trainer.command_line import add_swap_args, swap_config
 
 __all__ = ["add_swap_args", "swap_config"]

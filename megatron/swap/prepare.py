@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.swap.session.prepare import prepare
+from megatron.swap.trainer.prepare import prepare
 
 __all__ = ["prepare"]

@@ -42,7 +42,7 @@ from megatron.swap.attention import sdpa_layer_spec  # noqa: E402
 from megatron.swap.megatron_lm.optimizer_adapter import unchained  # noqa: E402
 from megatron.swap.patches import registry  # noqa: E402
 from megatron.swap.session import SwapSession  # noqa: E402
-from megatron.swap.session.report import report_of  # noqa: E402
+from megatron.swap.trainer.report import report_of  # noqa: E402
 from tests.fuzz.records import Record  # noqa: E402
 
 # Half of a training's time would go into help texts and into the source of patched functions.

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pretrain_gpt_swap as program
-from megatron.swap.session import parts
+from megatron.swap.run import parts
 
 USED, LIMIT = (("memory.usage_in_bytes", "memory.current"), ("memory.limit_in_bytes", "memory.max"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt_swap as program
-from megatron.swap.session.run_device import RunDevice
+from megatron.swap.run.run_device import RunDevice
 from tests.logged_device import LoggedDevice, logged
 
 DEVICES: list[LoggedDevice] = []

@@ -26,7 +26,8 @@ def load_dataset(kind: str, *, data_files: str, split: str) -> list[Any]:
 
 if __name__ == "__main__":
     program.prepare(sys.argv)
-    from megatron.swap.megatron_lm import attention, inputs
+    from megatron.swap.megatron_lm import attention
+    from megatron.swap.trainer import inputs
 
     class PackedAttention(attention.SdpaCoreAttention):
         """Causal attention within each document: [tokens, heads, channels]."""

@@ -9,7 +9,7 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
-from megatron.swap.session.prepare import prepare
+from megatron.swap.trainer.prepare import prepare
 
 prepare(sys.argv)
 
@@ -19,15 +19,14 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron.swap.autotune.switch import SafePolicy
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.flags import add_swap_flags
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MIB, PRODUCERS, Action, Site
 from megatron.swap.engine.policy import Policy
-from megatron.swap.forecast.flags import model_of
-from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.megatron_lm.attention import sdpa_layer_spec
 from megatron.swap.planner.profile import Device, Link, Pipeline, save_profile
 from megatron.swap.profiling.profile_builder import build_profile
-from megatron.swap.session.session import SwapSession
+from megatron.swap.trainer.session import SwapSession
 from pretrain_gpt_swap import forward_step, provide_datasets
 
 WHAT = {"keep": Action.KEEP, "swap": Action.SWAP}
@@ -52,7 +51,7 @@ class Hooked(Policy):
 
 
 class RecordingSession(SwapSession):
-    def __init__(self, args: Namespace, config: SwapConfig) -> None:
+    def __init__(self, args: Namespace, config: Settings) -> None:
         super().__init__(args, config)
         self.planned = replace(self.planned, policy=policy_of(args.record_policy, int(config.min_mib * MIB)))
 
@@ -68,12 +67,12 @@ class RecordingSession(SwapSession):
             deep = args.num_layers // size
             profile = build_profile(
                 recording,
-                model_of(args),
+                self.describe(),
                 Link(50.0, 50.0, 50.0, 50.0),
                 Device("cpu", 1.0),
                 num_micro_batches=args.global_batch_size // args.micro_batch_size // args.data_parallel_size,
                 source="recorded",
-                min_mib=self.config.min_mib,
+                min_mib=self.settings.min_mib,
                 pipeline=Pipeline(size, rank, (tuple(range(rank * deep, rank * deep + deep)),)),
             )
             save_profile(profile, f"profile-{rank}.json")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 import pretrain_gpt_swap as program
-from megatron.swap.session import parts
+from megatron.swap.run import parts
 
 if __name__ == "__main__":
     later_mib, left_mib = float(sys.argv.pop()), [float(sys.argv.pop())]

@@ -9,7 +9,7 @@ import pretrain_gpt_swap as program
 
 
 def add_args(parser: Any) -> Any:
-    from megatron.swap.megatron_lm.arguments import add_swap_flags
+    from megatron.swap.common.flags import add_swap_flags
 
     parser.add_argument("--lengths", nargs="+", required=True)
     return add_swap_flags(parser)

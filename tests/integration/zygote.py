@@ -28,7 +28,7 @@ PRELOADED = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.tokenizers.text",  # transformers, where that is installed: half of a run
     "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.swap.session.session",
+    "megatron.swap.trainer.session",
 )
 
 

@@ -20,9 +20,9 @@ import torch
 from megatron import swap
 
 from megatron.swap.common.counters import Totals
+from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import MemoryRow
-from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.planner.profile import Profile
 from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary
 from tests import commands, pages, support

@@ -18,7 +18,6 @@ from packaging.requirements import Requirement
 
 from megatron.swap.cli import doctor
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.inputs import refuse_empty_part
 from megatron.swap.patches import (
     checkpointed_forward,
     compile_helpers,
@@ -45,6 +44,7 @@ from megatron.swap.patches.registry import (
     source_hash,
     verify,
 )
+from megatron.swap.trainer.inputs import refuse_empty_part
 from tests.pages import ROOT, all_patches
 
 

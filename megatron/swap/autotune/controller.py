@@ -49,9 +49,9 @@ class AutoPlan:
         self._machine = StateMachine(target.search_limits(parts.device.keeps_time), self._make_plans)
         self._meter = StepMeter(target, parts, self._swap_all)
         self._profiler = WorkloadProfiler(target, parts, self._ranks)
-        self._planner = PipelinePlanner(self._ranks, parts.pipeline_rank, target.config.max_candidates)
+        self._planner = PipelinePlanner(self._ranks, parts.pipeline_rank, target.settings.max_candidates)
         self._files = PlanFiles(
-            target.config, self._ranks.rank, parts.pipeline_rank, lambda line: output.this_rank([line])
+            target.settings, self._ranks.rank, parts.pipeline_rank, lambda line: output.this_rank([line])
         )  # fmt: skip
         self._guard = parts.guard
         self._reported: dict[str, Plan | None] = {}
@@ -156,7 +156,7 @@ class AutoPlan:
             self._ranks.all_or_none(lambda: self._apply_plan(transition.plan))
         elif self._target.policy.is_short:
             self._target.policy.is_short = False
-            self._parts.boundaries.apply_policy(self._target.config.window_bytes(transition.plan))
+            self._parts.boundaries.apply_policy(self._target.settings.window_bytes(transition.plan))
             self._parts.device.release_cached()
         if transition.measurement is Measurement.RECORD:
             self._profiler.record(number)
@@ -165,11 +165,11 @@ class AutoPlan:
 
     def _apply_plan(self, plan: Plan | None) -> None:
         """Let the next step follow ``plan``, and release what the allocator has cached for the last one."""
-        parts, config = self._parts, self._target.config
+        parts, settings = self._parts, self._target.settings
         self.has_switched = True
         self._target.policy.apply_plan(plan)
-        parts.boundaries.apply_policy(config.window_bytes(plan))
-        if config.optimizer_auto:
+        parts.boundaries.apply_policy(settings.window_bytes(plan))
+        if settings.plans_optimizer:
             parts.device.release_cached()  # reloaded state must not fragment the last plan's memory
             parts.set_offload_fraction(1.0 if plan is None or plan.offload_fraction is None else plan.offload_fraction)
         planned = self._machine.planned

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.plan import Plan, save_plan
+from megatron.swap.common.settings import Settings
 from megatron.swap.planner.profile import Profile, save_profile
 
 
@@ -14,14 +14,14 @@ class PlanFiles:
     """Writes plan and profile where the settings ask for them.
 
     Args:
-        config: paths of the files.
+        settings: paths of the files.
         rank: this rank of the run; rank 0 writes the plan.
         stage: this rank's stage of the pipeline.
         say: takes a line for the user about a file that cannot be written: training goes on without it.
     """
 
-    def __init__(self, config: SwapConfig, rank: int, stage: int, say: Callable[[str], None]) -> None:
-        self._plan_path, self._profile_path = config.save_plan, config.save_profile
+    def __init__(self, settings: Settings, rank: int, stage: int, say: Callable[[str], None]) -> None:
+        self._plan_path, self._profile_path = settings.save_plan, settings.save_profile
         self._rank, self._stage, self._say = rank, stage, say
 
     @property

@@ -105,7 +105,8 @@ class StepMeter:
         """
         budget_gib = self._target.budget_gib
         if held_bytes > budget_gib * GIB:
-            offload = "" if self._target.config.optimizer_auto else "offload optimizer state (--swap-optimizer auto), "
+            is_planned = self._target.settings.plans_optimizer
+            offload = "" if is_planned else "offload optimizer state (--swap-optimizer auto), "
             remedy = self._target.remedy or (
                 f"Raise --swap-memory-gib or --swap-memory-fraction, {offload}or split the model further "
                 "(--use-distributed-optimizer, --tensor-model-parallel-size, --pipeline-model-parallel-size)."

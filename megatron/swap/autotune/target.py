@@ -8,8 +8,8 @@ from functools import cached_property
 
 from megatron.swap.autotune.state_machine import SETTLING_STEPS, SearchLimits
 from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.plan import Model
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MIB
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.boundaries import LayerBoundaries
@@ -30,7 +30,7 @@ class PlanTarget:
     """Model, device and budget. Known before the model is built.
 
     Attributes:
-        config: budget, limits of the search, files for plan and profile.
+        settings: budget, limits of the search, files for plan and profile.
         describe: returns the shape of the whole model. It is called once the first step has run: a model that was built
             before it was swapped shows only then how long its sequences are.
         device_gib: memory of the device.
@@ -43,7 +43,7 @@ class PlanTarget:
         UsageError: the device has less memory than the budget.
     """
 
-    config: SwapConfig
+    settings: Settings
     describe: Callable[[], Model]
     device_gib: float
     recompute: Collection[str]
@@ -52,7 +52,7 @@ class PlanTarget:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        self.config.budget_gib(self.device_gib)
+        self.settings.budget_gib(self.device_gib)
 
     @property
     def model(self) -> Model:
@@ -62,7 +62,7 @@ class PlanTarget:
     @property
     def budget_gib(self) -> float:
         """Most device memory that a step may take."""
-        return self.config.budget_gib(self.device_gib)
+        return self.settings.budget_gib(self.device_gib)
 
     @property
     def most_micro_batches(self) -> int:
@@ -72,17 +72,17 @@ class PlanTarget:
     @cached_property
     def policy(self) -> SwitchingPolicy:
         """The policy of the run, which keeps as little as it can until there is a plan."""
-        min_bytes = int(self.config.min_mib * MIB)
+        min_bytes = int(self.settings.min_mib * MIB)
         return SwitchingPolicy(SafePolicy(min_bytes, self.recompute), min_bytes)
 
     def search_limits(self, keeps_time: bool) -> SearchLimits:
         """Return the bounds of the search. ``keeps_time``: whether the device's times are meaningful."""
         return SearchLimits(
             self.budget_gib,
-            self.config.max_candidates,
+            self.settings.max_candidates,
             keeps_time,
             self.most_micro_batches,
-            SETTLING_STEPS + self.config.optimizer_auto * OVERLAP_STEPS,
+            SETTLING_STEPS + self.settings.plans_optimizer * OVERLAP_STEPS,
         )
 
 

@@ -115,7 +115,7 @@ class WorkloadProfiler:
             source=f"measured in {recording.num_steps} steps of a run with budget {target.budget_gib:g} GiB",
             host_gib=parts.host_bytes() / GIB,
             pipeline=Pipeline(target.model.pipeline_parallel, parts.pipeline_rank, chunks),
-            min_mib=target.config.min_mib,
+            min_mib=target.settings.min_mib,
             whole_layers=target.recomputes_layers,
         )
         return replace(profile, offloaded_state=parts.offloaded_state())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron.swap.common.command_line import CommandLine
+from megatron.swap.common.flags import CommandLine
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -32,10 +32,10 @@ from megatron.swap.cli.plan_files import check_picture, draw, read_measured
 from megatron.swap.cli.plan_text import HOST_NOTE, POSITIONS_NOTE, advice, floor, notes, stage_line, verdict
 from megatron.swap.cli.remedies import is_needed, remedies, remedy_line
 from megatron.swap.cli.training_command import training_command
-from megatron.swap.common.command_line import CommandLine
-from megatron.swap.common.config import USUAL_FRACTION, check_files
+from megatron.swap.common.flags import CommandLine
 from megatron.swap.common.plan import load_plan, save_plan
 from megatron.swap.common.printable import printable
+from megatron.swap.common.settings import USUAL_FRACTION, check_files
 from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.forecast.flags import Training, check_known, read_flags, training_flags
 from megatron.swap.forecast.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, find_gpu

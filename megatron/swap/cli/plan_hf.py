@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.swap.cli.plan_text import floor
-from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.printable import in_one_line
+from megatron.swap.common.settings import USUAL_FRACTION
 from megatron.swap.common.types import UsageError
 from megatron.swap.dry.config_model import (
     CHECKPOINT_CALL,

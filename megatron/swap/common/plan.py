@@ -156,6 +156,8 @@ class Plan:
     classes: tuple[PlanClass, ...]
     prefetch_gib: float | None = None
     offload_fraction: float | None = field(metadata={"key": "resting"}, default=None)
+    file: str | None = field(default=None, compare=False)
+    """The file that the plan was read from."""
     _class_of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -272,7 +274,7 @@ def load_plan(path: str | Path) -> Plan:
     """
     file = records.load(_File, path, FORMAT, VERSION)
     try:
-        return Plan(**{item.name: getattr(file, item.name) for item in dataclasses.fields(_File)})
+        return Plan(**{item.name: getattr(file, item.name) for item in dataclasses.fields(_File)}, file=str(path))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
 

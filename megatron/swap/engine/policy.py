@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.plan import LAYER_SECTION, Plan
+from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import MIB, Action, Site
 
@@ -131,11 +131,12 @@ class PlanPolicy(Policy):
         return named.get(f"{site.path}/{site.ordinal}", Action.KEEP) if named else Action.KEEP
 
 
-def policy_of(config: SwapConfig) -> Policy:
-    """Return the policy of settings that need no measurement."""
-    if config.plan is not None:
-        return PlanPolicy(config.plan)
-    return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)
+def policy_of(settings: Settings, num_layers: int) -> Policy:
+    """Return the policy of settings that need no measurement, for a model of ``num_layers``."""
+    if settings.plan is not None:
+        return PlanPolicy(settings.plan)
+    layers = parse_layers(settings.layers, num_layers)
+    return ManualPolicy(layers, settings.modules, int(settings.min_mib * MIB), settings.recompute)
 
 
 def matches(pattern: str, path: str) -> bool:

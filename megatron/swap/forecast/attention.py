@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from megatron.swap.common.plan import Model
 
 BACKWARD_FLOPS = 2.9
@@ -12,10 +10,10 @@ FUSED, FLASH = "self_attention.core_attention.fused_attention", "self_attention.
 """Paths of what attention saves: query, key, value and context are the first four; of cuDNN and of flash-attn."""
 
 
-def takes_flash(args: Namespace) -> bool:
-    """Return whether Megatron's arguments, or the planner's, choose flash-attn, which only TransformerEngine does."""
-    backend = str(getattr(args, "attention_backend", None)).rpartition(".")[2]  # Megatron: ``AttnBackend.flash``
-    return backend == "flash" and args.transformer_impl == "transformer_engine"
+def takes_flash(attention_backend: object, transformer_impl: str) -> bool:
+    """Return whether Megatron's flags of these names choose flash-attn, which only TransformerEngine does."""
+    backend = str(attention_backend).rpartition(".")[2]  # Megatron: ``AttnBackend.flash``
+    return backend == "flash" and transformer_impl == "transformer_engine"
 
 
 def attention_path(model: Model) -> str:

@@ -1,4 +1,4 @@
-"""Reads training flags that decide sizes, from a raw command line or from Megatron's parsed arguments."""
+"""Reads training flags that decide sizes from a raw command line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from megatron.swap.common.command_line import CommandLine, nearest_flag
-from megatron.swap.common.config import parse_loss_chunks
-from megatron.swap.common.plan import DROPPED, FP8_WEIGHTS, KEPT, Model
-from megatron.swap.common.rounding import round_up
+from megatron.swap.common.flag_names import nearest_flag
+from megatron.swap.common.flags import CommandLine
+from megatron.swap.common.plan import DROPPED, FP8_WEIGHTS, Model
+from megatron.swap.common.settings import read_fraction, read_loss_chunks
 from megatron.swap.common.types import MOST, UsageError
-from megatron.swap.forecast.attention import takes_flash
+from megatron.swap.forecast.facts import (
+    MegatronFacts,
+    has_short_gradients,
+    has_sum_in_loss,
+    holds_main_params,
+    model_of,
+    state_bytes_of,
+)
 from megatron.swap.forecast.fp8 import RECIPES, check_fp8_weights, why_copies_stay
 from megatron.swap.forecast.loss_chunks import choose_num_chunks
-from megatron.swap.forecast.states import States, type_bytes
+from megatron.swap.forecast.states import States
 
 FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
 """The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version. Flags that need
@@ -65,7 +72,7 @@ class Training:
         shares_state: whether ranks that hold the same weights share their optimizer state.
         has_positions: whether the flags say how many positions Megatron provides for.
         state_stays: a flag with which optimizer state cannot be offloaded; ``None``: it can.
-        loss_chunks: as ``SwapConfig.loss_chunks``.
+        loss_chunks: as ``Settings.loss_chunks``.
         has_sum_in_loss: as for ``loss_bytes``.
         fuses_gradients: whether layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients.
         avoids_disk: a flag with which optimizer state cannot be on disk; ``None``: it can.
@@ -165,12 +172,13 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
             f"{known.seq_length}. Megatron refuses less."
         )
     _check_fp8(known)
+    facts = MegatronFacts.of(vars(known))
     if known.swap_fp8_weights == DROPPED:
-        check_fp8_weights(known)
+        check_fp8_weights(facts)
     stays = _state_stays(known)
-    gradient_bytes = 2 if _has_short_gradients(known) else 4
-    fraction = parse_fraction(known.swap_optimizer)
-    if fraction is not None and not 0 <= fraction <= 1:
+    gradient_bytes = 2 if has_short_gradients(facts) else 4
+    fraction = read_fraction(known.swap_optimizer)
+    if fraction != "auto" and not 0 <= fraction <= 1:
         raise UsageError(f"--swap-optimizer {fraction:g}: must be a fraction of the state, 0 to 1, or auto.")
     if stays is not None and fraction != 0:
         given = known.swap_optimizer
@@ -183,23 +191,24 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         )
     states = States(
         gradient_bytes=gradient_bytes,
-        state_bytes=state_bytes_of(known),
+        state_bytes=state_bytes_of(facts),
         num_shards=data * context // instances if known.use_distributed_optimizer else 1,
-        offload_fraction=1.0 if fraction is None else fraction, is_auto=fraction is None,
+        offload_fraction=1.0 if fraction == "auto" else fraction, is_auto=fraction == "auto",
         weight_bytes=2 if known.bf16 or known.fp16 else 4,
         has_fp8_weights=known.fp8_param_gather,
         num_fp8_moments=(known.exp_avg_dtype, known.exp_avg_sq_dtype).count("fp8"),
-        copied_gradient_bytes=0 if gradient_bytes == 4 or _holds_main_params(known) else 4,
+        copied_gradient_bytes=0 if gradient_bytes == 4 or holds_main_params(facts) else 4,
     )
     return Training(
-        model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
+        model_of(facts, known.swap_fp8_weights), batch // per_round,
+        not known.untie_embeddings_and_output_weights, states,
         _gib("--swap-host-gib", known.swap_host_gib),
         0.0 if known.swap_disk_dir is None else _gib("--swap-disk-gib", known.swap_disk_gib) or math.inf,
         _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data, _budget_fraction(known),
         known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
-        None if known.swap_loss_chunks is None else parse_loss_chunks(known.swap_loss_chunks),
-        has_sum_in_loss(known), known.gradient_accumulation_fusion, avoids_disk,
-        known.swap_fp8_weights is None and pipeline == 1 and not why_copies_stay(known), known.hidden_dropout > 0,
+        None if known.swap_loss_chunks is None else read_loss_chunks(known.swap_loss_chunks),
+        has_sum_in_loss(facts), known.gradient_accumulation_fusion, avoids_disk,
+        known.swap_fp8_weights is None and pipeline == 1 and not why_copies_stay(facts), known.hidden_dropout > 0,
     )  # fmt: skip
 
 
@@ -327,18 +336,6 @@ def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str)
         raise UsageError(f"--{name.replace('_', '-')} {getattr(known, name)}: must be a multiple of {parts}, {what}.")
 
 
-def parse_fraction(text: str) -> float | None:
-    """Return the value of ``--swap-optimizer``: a number, or ``None`` for ``auto``.
-
-    Raises:
-        UsageError: the value is neither.
-    """
-    try:
-        return None if text == "auto" else float(text)
-    except ValueError:
-        raise UsageError(f"--swap-optimizer {text}: must be a fraction of the state, 0 to 1, or auto.") from None
-
-
 def _gib(flag: str, text: str | None) -> float | None:
     """Return the value of ``flag`` in GiB; ``None``: it is not given."""
     try:
@@ -361,97 +358,6 @@ def _budget_fraction(known: argparse.Namespace) -> float | None:
         both = f"--swap-memory-gib {known.swap_memory_gib} and --swap-memory-fraction {given:g}"
         raise UsageError(f"{both} both say how much memory a step may take. Drop one.")
     return float(given)
-
-
-def state_bytes_of(args: argparse.Namespace) -> int:
-    """Return ``States.state_bytes`` for Adam: an upper bound for other optimizers.
-
-    TransformerEngine's precision-aware optimizer stores the main value itself, except with FP8 recipes of current
-    scaling: then Megatron does, in fp32 (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``).
-    """
-    if not args.use_precision_aware_optimizer:
-        return 12 if args.bf16 or args.fp16 else 8
-    main = type_bytes(args.main_params_dtype)
-    moments = type_bytes(args.exp_avg_dtype) + type_bytes(args.exp_avg_sq_dtype)
-    if main == 4 and _holds_main_params(args) and args.bf16 and not args.fp8_param_gather:
-        main = 2  # 16 bits of the main value; the bf16 weight has the other 16
-    return (main if args.bf16 or args.fp16 else 0) + moments
-
-
-def _holds_main_params(args: argparse.Namespace) -> bool:
-    """Return whether the optimizer itself holds the main values, and takes gradients in 16 bits."""
-    is_short = type_bytes(args.main_params_dtype) < 4
-    return args.use_precision_aware_optimizer and (is_short or getattr(args, "fp8_recipe", None) in (None, "delayed"))
-
-
-def has_sum_in_loss(args: argparse.Namespace) -> bool:
-    """Return whether several chunks of the loss hold the sum of the output weight's gradients, in fp32.
-
-    Otherwise they add to Megatron's own gradient, where the layer fuses that and the gradient is in fp32.
-    """
-    return _has_short_gradients(args) or not args.gradient_accumulation_fusion
-
-
-def _has_short_gradients(args: argparse.Namespace) -> bool:
-    is_short = type_bytes(args.main_grads_dtype) < 4 or getattr(args, "grad_reduce_in_bf16", False)
-    return bool(args.bf16) and is_short
-
-
-def model_of(args: argparse.Namespace) -> Model:
-    """Return the model that Megatron's arguments describe. An argument that is ``None`` means Megatron's default.
-
-    Raises:
-        UsageError: the size of the vocabulary is not given.
-    """
-    tensor, heads = args.tensor_model_parallel_size, args.num_attention_heads
-    return Model(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size or _default_ffn(args.hidden_size, args.swiglu),
-        num_attention_heads=heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else heads,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        padded_vocab_size=_padded_vocab_size(args),
-        transformer_impl=args.transformer_impl,
-        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        gated=args.swiglu,
-        num_experts=args.num_experts,
-        # Megatron fills in kv_channels if it is not given. The same size must give an equal Model either way.
-        head_size=None if args.kv_channels in (None, args.hidden_size // heads) else args.kv_channels,
-        tensor_parallel=tensor,
-        sequence_parallel=args.sequence_parallel and tensor > 1,
-        pipeline_parallel=args.pipeline_model_parallel_size,
-        num_virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
-        context_parallel=args.context_parallel_size,
-        expert_parallel=args.expert_model_parallel_size,
-        fp8_recipe=args.fp8_recipe if args.fp8 else None,
-        bf16_layers=_bf16_layers(args) if args.fp8 and args.first_last_layers_bf16 else (),
-        swap_fp8_weights=getattr(args, "swap_fp8_weights", None) or KEPT,
-        mlp_chunks=(num_chunks := max(1, getattr(args, "mlp_chunks_for_training", None) or 1)),
-        flash_attention=takes_flash(args),
-        mlp_statistics=None if num_chunks == 1 else 1 if args.normalization == "RMSNorm" else 2,
-    )
-
-
-def _bf16_layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the first and last layers, which have no FP8."""
-    first, last = args.num_layers_at_start_in_bf16, args.num_layers - args.num_layers_at_end_in_bf16
-    return tuple(layer for layer in range(args.num_layers) if layer < first or layer >= last)
-
-
-def _padded_vocab_size(args: argparse.Namespace) -> int:
-    if args.padded_vocab_size is not None:
-        return args.padded_vocab_size
-    if args.vocab_size is None:
-        raise UsageError("a plan needs the size of the vocabulary: give --vocab-size or --padded-vocab-size.")
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return round_up(args.vocab_size, multiple)
-
-
-def _default_ffn(hidden: int, gated: bool) -> int:
-    """Return Megatron's default: four times the hidden size; with a gate two thirds of that, rounded down to 64."""
-    return int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
 
 
 class _Parser(CommandLine):

@@ -10,12 +10,12 @@ attention, the activation function, residuals and the output layer compute in bf
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import UsageError
 from megatron.swap.forecast.attention import FUSED
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.forecast.gpus import GPUS, Gpu
 from megatron.swap.forecast.states import States
 
@@ -84,30 +84,27 @@ def check_gpu(model: Model, gpu: Gpu) -> None:
     )
 
 
-def check_fp8_weights(args: Namespace) -> None:
+def check_fp8_weights(facts: MegatronFacts) -> None:
     """Refuse ``--swap-fp8-weights recompute`` where there are no copies to drop, or other bits would come of it.
-
-    Args:
-        args: Megatron's arguments, or the planner's.
 
     Raises:
         UsageError: names the flag that is missing, or that is in the way.
     """
-    if why := why_copies_stay(args):
+    if why := why_copies_stay(facts):
         raise UsageError(f"--swap-fp8-weights recompute {why}")
 
 
-def why_copies_stay(args: Namespace) -> str | None:
+def why_copies_stay(facts: MegatronFacts) -> str | None:
     """Return why linear layers must keep copies of their weights in FP8, or have none; ``None``: they may drop them."""
-    recipe, is_fused = args.fp8_recipe, getattr(args, "use_transformer_engine_op_fuser", False)
+    recipe, is_fused = facts.fp8_recipe, facts.use_transformer_engine_op_fuser
     fused = "cannot be combined with --use-transformer-engine-op-fuser: its layers keep copies. Drop one of the two."
     alone = "the weights themselves are in 8 bits there. Drop one of the two."
     history = "weights would enter a history of scales once a micro-batch. Choose --fp8-recipe tensorwise or blockwise."
     excluded = [
-        (not args.fp8, "needs --fp8-format: without it there are no copies of weights in 8 bits."),
-        (args.transformer_impl != "transformer_engine", "needs --transformer-impl transformer_engine."),
+        (not facts.fp8, "needs --fp8-format: without it there are no copies of weights in 8 bits."),
+        (facts.transformer_impl != "transformer_engine", "needs --transformer-impl transformer_engine."),
         (is_fused, fused),
-        (args.fp8 and args.fp8_param_gather, f"cannot be combined with --fp8-param-gather: {alone}"),
+        (facts.fp8 and facts.fp8_param_gather, f"cannot be combined with --fp8-param-gather: {alone}"),
         (recipe == "delayed", f"cannot be combined with --fp8-recipe delayed: {history}"),
         (recipe not in ("tensorwise", "blockwise"), f"is made for --fp8-recipe tensorwise or blockwise, not {recipe}."),
     ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.swap.common.config import MOST_LOSS_CHUNKS
 from megatron.swap.common.plan import Model
+from megatron.swap.common.settings import MOST_LOSS_CHUNKS
 from megatron.swap.common.types import LOSS_ROWS
 
 BYTES = 2
@@ -55,7 +55,7 @@ def loss_bytes(model: Model, num_chunks: int = 1, has_sum: bool = False) -> Loss
     """Return the bytes around the loss in ``num_chunks`` chunks of the sequence.
 
     Args:
-        has_sum: several chunks hold the sum of the weight's gradients in fp32 (``flags.has_sum_in_loss``).
+        has_sum: several chunks hold the sum of the weight's gradients in fp32 (``facts.has_sum_in_loss``).
     """
     tokens, words = num_tokens(model), model.padded_vocab_size / model.tensor_parallel
     hidden = tokens * model.hidden_size * BYTES / (model.tensor_parallel if model.sequence_parallel else 1)

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
-from megatron.swap.session.built import BuiltSwap, install
+from megatron.swap.run.built import BuiltSwap, install
 
 
 class SwapCallback(Callback):

@@ -8,7 +8,7 @@ from typing import Any
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 
 from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
-from megatron.swap.session.built import BuiltSwap, install
+from megatron.swap.run.built import BuiltSwap, install
 
 
 class SwapCallback(MegatronCallback):

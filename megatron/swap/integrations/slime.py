@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
-from megatron.swap.session.built import BuiltSwap, install
+from megatron.swap.run.built import BuiltSwap, install
 
 
 def before_train_step(

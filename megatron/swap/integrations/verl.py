@@ -8,7 +8,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
 from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
-from megatron.swap.session.built import BuiltSwap, install
+from megatron.swap.run.built import BuiltSwap, install
 
 
 def register(**settings: Any) -> None:

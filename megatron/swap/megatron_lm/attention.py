@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.versions import default_layer_spec, make_layer_spec
+from megatron.swap.megatron_lm.layer_specs import default_layer_spec, make_layer_spec
 
 # Fastest first. PyTorch skips a backend that does not support a shape.
 _FASTEST = [

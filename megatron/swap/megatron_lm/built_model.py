@@ -1,10 +1,10 @@
-"""A model that exists already: its chunks without wrappers, and what Megatron's flags would say of it."""
+"""A model that exists already: its chunks without wrappers, and the facts about it."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -14,19 +14,11 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron.swap.common.command_line import CommandLine, nearest_flag
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_flags
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.layer import check_stacks
 from megatron.swap.megatron_lm.optimizer_adapter import stepped_params, unchained
-from megatron.swap.megatron_lm.versions import ADDED_LATER
 
-PREFIX = "--swap-"
-OF_TRAINER = {
-    "summary": "stats() has the figures of this rank",
-    "deterministic": "choose deterministic kernels where you build the model",
-}
-"""Settings that only runs of Megatron's trainer have, and what to do instead."""
 SAME_NAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size",
@@ -36,51 +28,15 @@ SAME_NAME = (
     "gradient_accumulation_fusion", "fine_grained_activation_offloading", "cuda_graph_impl", "variable_seq_lengths",
     "fp8_param", "qk_clip", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16", "hidden_dropout", "normalization", "apply_rope_fusion", "attention_backend",
-    "overlap_moe_expert_parallel_comm",
+    "overlap_moe_expert_parallel_comm", "mlp_chunks_for_training", "gtp_weight_remat_size",
+    "expert_gtp_weight_remat_size", "moe_paged_stash",
 )  # fmt: skip
-"""Attributes of Megatron's ``TransformerConfig`` that have the names of the flags."""
-
-
-def parse_settings(settings: Mapping[str, Any]) -> Namespace:
-    """Return what the ``--swap-`` flags would give: ``{"min_mib": 0.1}`` stands for ``--swap-min-mib 0.1``.
-
-    Args:
-        settings: names of flags without ``--swap-``, with underscores. ``None`` and ``False`` leave a flag out.
-
-    Raises:
-        UsageError: an unknown name, a malformed value, or a setting of Megatron's trainer alone.
-    """
-    parser = _Settings(add_help=False, allow_abbrev=False)
-    add_swap_flags(parser)
-    actions = {action.dest.removeprefix("swap_"): action for action in parser._actions}
-    known = list(actions)
-    words: list[str] = []
-    for name, value in settings.items():
-        if not isinstance(name, str):
-            raise UsageError(f"{name!r}: is no name of a setting, such as 'min_mib'.")
-        if name in OF_TRAINER:
-            raise UsageError(f"{name}: is a setting of runs of Megatron's trainer; {OF_TRAINER[name]}. Leave it out.")
-        if name not in known:
-            near = nearest_flag(name, known)
-            raise UsageError(f"{name}: there is no such setting. " + (f"The nearest is {near}." if near else
-                             f"There are {', '.join(one for one in known if one not in OF_TRAINER)}."))  # fmt: skip
-        if value is None or value is False:
-            continue
-        is_switch = actions[name].nargs == 0
-        if is_switch != (value is True):
-            allowed = "True or False" if is_switch else "a value"
-            raise UsageError(f"{name}: {value!r} is given; it must be {allowed}.")
-        flag = PREFIX + name.replace("_", "-")
-        if actions[name].nargs == "+":
-            words += [flag, *map(str, [value] if isinstance(value, str) else value)]
-        else:
-            words.append(flag if is_switch else f"{flag}={value}")
-    return parser.parse_args(words)
-
-
-class _Settings(CommandLine):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message if message.endswith(".") else f"{message}.")
+"""Attributes of Megatron's ``TransformerConfig`` that have the names of the flags. Older versions lack some."""
+OF_OPTIMIZER = (
+    "optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload",
+    "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype",
+)  # fmt: skip
+"""The same of its ``OptimizerConfig``."""
 
 
 def unwrapped(model: nn.Module | Iterable[nn.Module]) -> tuple[list[nn.Module], bool]:
@@ -145,15 +101,14 @@ def check_optimizer(optimizer: Any, chunks: Sequence[nn.Module]) -> None:
     )
 
 
-def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) -> Namespace:
-    """Return what Megatron's parsed arguments would be for a model that exists.
+def facts_of(chunks: Sequence[nn.Module], optimizer: Any) -> MegatronFacts:
+    """Return the facts of a model that exists.
 
-    ``seq_length`` and ``micro_batch_size`` are 1, the least, until ``note_batch``: a model does not say them.
+    ``seq_length`` and ``micro_batch_size`` are 1, the least, until ``with_batch``: a model does not say them.
 
     Args:
         chunks: of this rank, without wrappers.
         optimizer: Megatron's or torch's; ``None``: it is not known.
-        settings: from ``parse_settings``.
 
     Raises:
         UsageError: Megatron's process groups are not its global ones.
@@ -165,54 +120,46 @@ def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) ->
         )
     config = max((block.config for chunk in chunks for block in blocks_of(chunk)), key=lambda one: one.num_layers)
     dtype = next((param.dtype for chunk in chunks for param in chunk.parameters()), torch.float32)
-    offloads = config.cpu_offloading
-    args = Namespace(
-        **{name: getattr(config, name) for name in SAME_NAME},
-        **{name: getattr(config, name, default) for name, default in ADDED_LATER.items()},
-        **vars(settings),
-    )
-    args.bf16 = config.bf16 or dtype == torch.bfloat16
-    args.fp16 = config.fp16 or dtype == torch.float16
-    args.swiglu = config.gated_linear_unit
-    args.bias_swiglu_fusion = config.bias_activation_fusion
-    args.num_experts = config.num_moe_experts
-    args.mlp_chunks_for_training = getattr(config, "mlp_chunks_for_training", 1)  # since 0.18
-    args.group_query_attention = config.num_query_groups != config.num_attention_heads
-    args.cpu_offloading_num_layers = config.cpu_offloading_num_layers if offloads else 0
-    args.transformer_impl = "transformer_engine" if any(map(_is_of_te, chunks[0].modules())) else "local"
-    args.padded_vocab_size = args.vocab_size = int(getattr(chunks[0], "vocab_size", 0)) or 1
-    args.seq_length = args.micro_batch_size = 1
-    args.use_megatron_fsdp = args.use_torch_fsdp2 = args.profile = False  # ``unwrapped`` refuses the first two
-    args.train_iters = args.train_samples = None
-    args.skip_train = True  # this package has no part in the loop
-    args.rank, args.world_size = _rank_and_world_size()
-    args.distributed_timeout_minutes = None
-    args.local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    args.data_parallel_size = parallel_state.get_data_parallel_world_size()
-    _add_optimizer(args, optimizer)
-    return args
+    rank, world_size = _rank_and_world_size()
+    found = {name: getattr(config, name) for name in SAME_NAME if hasattr(config, name)} | _of_optimizer(optimizer)
+    return MegatronFacts.of(found | {
+        "seq_length": 1,
+        "micro_batch_size": 1,
+        "bf16": config.bf16 or dtype == torch.bfloat16,
+        "fp16": config.fp16 or dtype == torch.float16,
+        "swiglu": config.gated_linear_unit,
+        "bias_swiglu_fusion": config.bias_activation_fusion,
+        "num_experts": config.num_moe_experts,
+        "group_query_attention": config.num_query_groups != config.num_attention_heads,
+        "cpu_offloading_num_layers": config.cpu_offloading_num_layers if config.cpu_offloading else 0,
+        "transformer_impl": "transformer_engine" if any(map(_is_of_te, chunks[0].modules())) else "local",
+        "padded_vocab_size": int(getattr(chunks[0], "vocab_size", 0)) or 1,
+        "fp8_param_gather": bool(config.fp8_param),
+        "skip_train": True,  # this package has no part in the loop
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": torch.cuda.current_device() if torch.cuda.is_available() else 0,
+        "data_parallel_size": parallel_state.get_data_parallel_world_size(),
+    })  # fmt: skip
 
 
-def note_batch(args: Namespace, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Set ``seq_length`` and ``micro_batch_size`` by the first two-dimensional tensor of a forward's arguments."""
+def with_batch(facts: MegatronFacts, arguments: Sequence[Any], options: Mapping[str, Any]) -> MegatronFacts:
+    """Return ``facts`` with the batch of a forward: its first two-dimensional tensor of whole numbers."""
     for value in (*arguments, *options.values()):
         if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
-            args.micro_batch_size, args.seq_length = value.shape[0], value.shape[1] * args.context_parallel_size
-            return
+            size, length = value.shape
+            return replace(facts, micro_batch_size=size, seq_length=length * facts.context_parallel_size)
+    return facts
 
 
-def _add_optimizer(args: Namespace, optimizer: Any) -> None:
-    """Add what the flags would say of ``optimizer``; Megatron's defaults where it does not say it."""
+def _of_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Return the facts about ``optimizer``; Megatron's defaults where it does not say them.
+
+    What a loop does between steps is not known here: the adapters refuse what their frameworks can do of it.
+    """
     parts = list(unchained(optimizer)) if isinstance(optimizer, MegatronOptimizer) else []
     config = parts[0].config if parts else OptimizerConfig()
-    for name in ("optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload",
-                 "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"):  # fmt: skip
-        setattr(args, name, getattr(config, name))
-    args.num_distributed_optimizer_instances = 1
-    # What a loop does between steps is not known here: the adapters refuse what their frameworks can do of it.
-    args.optimizer_cuda_graph = args.log_params_norm = args.async_save = False
-    args.rl_offload_optimizer_during_inference = False
-    args.fp8_param_gather, args.fp4_param_gather = bool(args.fp8_param), False
+    return {name: getattr(config, name) for name in OF_OPTIMIZER}
 
 
 def blocks_of(chunk: nn.Module) -> list[TransformerBlock]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes, staging_bytes
 from megatron.swap.common.rounding import round_down, round_up
+from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.forecast.states import STATE_HOST_FRACTION, bucket_bytes_before_disk, max_state_before_disk
 from megatron.swap.megatron_lm.least_saved import least_saved_bytes
 from megatron.swap.memory.disk_file import disk_limit_bytes
@@ -62,17 +62,17 @@ class HostShare:
         is_known = self.least_bytes > 0 or not self.buffers_bytes  # else activations swap an unknown number of bytes
         return max(left_bytes if is_known else 0, int(max_state_before_disk(room_bytes, self.disk_bytes)))
 
-    def reserve_state(self, config: SwapConfig) -> Reservation:
+    def reserve_state(self, settings: Settings) -> Reservation:
         """Create the rank's budget, and reserve the most that optimizer state may use (0 if none is offloaded).
 
         Resize the reservation once the state is allocated: a pool on ``Reservation.budget`` gets the remaining bytes.
         """
-        num_bytes = self.optimizer_bytes if config.optimizer else 0
+        num_bytes = self.optimizer_bytes if settings.offload_fraction else 0
         return HostMemoryBudget(self.total_bytes).reserve("optimizer state", num_bytes)
 
 
 def host_share(
-    config: SwapConfig, args: Namespace, swaps: bool, capacity: HostCapacity | None = None
+    settings: Settings, facts: MegatronFacts, swaps: bool, capacity: HostCapacity | None = None
 ) -> HostShare:
     """Return the host memory and the disk that this rank may use, divided among their users.
 
@@ -84,27 +84,27 @@ def host_share(
         UsageError: the disk has less room than requested.
         HostMemoryError: activations do not fit and there is no disk, or the disk buffers do not fit.
     """
-    has_disk, disk_bytes = config.disk_dir is not None, 0
-    if config.disk_dir is not None:
-        limit_bytes = None if config.disk_gib is None else int(config.disk_gib * GIB)
-        disk_bytes = disk_limit_bytes(config.disk_dir, limit_bytes, local_world_size())
-    if not swaps and not config.optimizer and not config.oom_guard:
+    has_disk, disk_bytes = settings.disk_dir is not None, 0
+    if settings.disk_dir is not None:
+        limit_bytes = None if settings.disk_gib is None else int(settings.disk_gib * GIB)
+        disk_bytes = disk_limit_bytes(settings.disk_dir, limit_bytes, local_world_size())
+    if not swaps and not settings.offload_fraction and not settings.oom_guard:
         return HostShare(MIB, 0, disk_bytes, 0)  # nothing is swapped, but a pool may not be empty
     capacity = capacity or safe_host_bytes(local_world_size())
     limit_bytes, limited_by = capacity.safe_bytes, capacity.reason
-    if config.host_gib is not None:
-        limit_bytes, limited_by = int(config.host_gib * GIB), f"--swap-host-gib {config.host_gib:g}"
-        check_host_request(limit_bytes, capacity, config.host_unchecked)
+    if settings.host_gib is not None:
+        limit_bytes, limited_by = int(settings.host_gib * GIB), f"--swap-host-gib {settings.host_gib:g}"
+        check_host_request(limit_bytes, capacity, settings.host_unchecked)
     guard_bytes = 0
-    if config.oom_guard:
+    if settings.oom_guard:
         guard_bytes = int(GUARD_HOST_FRACTION * limit_bytes)
         limited_by += f", less {format_bytes(guard_bytes)} for --swap-oom-guard"
     limit_bytes = round_down(limit_bytes - guard_bytes, PAGE_BYTES)
-    needed_bytes = _least_bytes(config, args)
+    needed_bytes = _least_bytes(settings, facts)
     if needed_bytes > limit_bytes and not has_disk:
-        flag, remedy = f"--swap-layers {args.swap_layers}", "Swap fewer layers or modules"
-        if config.plan is not None:
-            flag, remedy = f"--swap-plan {args.swap_plan}", "Make a plan that swaps less"
+        flag, remedy = f"--swap-layers {settings.layers}", "Swap fewer layers or modules"
+        if settings.plan is not None:
+            flag, remedy = f"--swap-plan {settings.plan.file}", "Make a plan that swaps less"
         raise HostMemoryError(
             f"{flag} takes at least {format_bytes(needed_bytes)} of host memory on "
             f"each rank, but {format_bytes(limit_bytes)} may be reserved ({limited_by}). {remedy}, "
@@ -114,9 +114,9 @@ def host_share(
     buffers_bytes = staging_bytes(disk_buffer_bytes(limit_bytes, MAX_SPILL_BUFFER_BYTES)) if swaps and has_disk else 0
     share = HostShare(limit_bytes, needed_bytes, disk_bytes, buffers_bytes, guard_bytes)
     state_buffers_bytes = 0
-    if config.optimizer and has_disk:
+    if settings.offload_fraction and has_disk:
         state_buffers_bytes = staging_bytes(bucket_bytes_before_disk(share.optimizer_bytes))
-    state_room_bytes = share.optimizer_bytes * (STATE_HOST_FRACTION if config.optimizer_auto else 1)
+    state_room_bytes = share.optimizer_bytes * (STATE_HOST_FRACTION if settings.plans_optimizer else 1)
     if buffers_bytes >= limit_bytes or state_buffers_bytes > state_room_bytes or limit_bytes < PAGE_BYTES:
         raise HostMemoryError(
             f"{format_bytes(limit_bytes)} of host memory may be reserved ({limited_by}), and the buffers between the "
@@ -125,22 +125,23 @@ def host_share(
     return share
 
 
-def _least_bytes(config: SwapConfig, args: Namespace) -> int:
+def _least_bytes(settings: Settings, facts: MegatronFacts) -> int:
     """Return a lower bound of the activations' bytes on this rank; 0: unknown."""
-    if config.plan is None:
-        return _least_saved_bytes(config, args)
-    if args.pipeline_model_parallel_size > 1 or config.prefetch_gib is not None:
+    if settings.plan is None:
+        return _least_saved_bytes(settings, facts)
+    if facts.pipeline_model_parallel_size > 1 or settings.prefetch_gib is not None:
         return 0  # this rank's layers, or the number of trailing kept layers, are not known yet
-    return config.plan.least_host_bytes()
+    return settings.plan.least_host_bytes()
 
 
-def _least_saved_bytes(config: SwapConfig, args: Namespace) -> int:
+def _least_saved_bytes(settings: Settings, facts: MegatronFacts) -> int:
     """Return a lower bound of the bytes that the swapped layers save in one micro-batch on this rank; 0: unknown.
 
     Tensors below ``--swap-min-mib`` do not count. The bound serves to reserve host memory early and to refuse a run
     that cannot fit; more is reserved when it is needed.
     """
-    if config.modules or config.prefetch_gib or args.fp8 or args.recompute_granularity == "selective":
+    if settings.modules or settings.prefetch_gib or facts.fp8 or facts.recompute_granularity == "selective":
         return 0
-    layers_here = max(0, len(config.layers) // args.pipeline_model_parallel_size - 2)  # the trailing layers are kept
-    return least_saved_bytes(args, layers_here, config.recompute, min_bytes=config.min_mib * MIB)
+    num_swapped = len(parse_layers(settings.layers, facts.num_layers))
+    layers_here = max(0, num_swapped // facts.pipeline_model_parallel_size - 2)  # the trailing layers are kept
+    return least_saved_bytes(facts, layers_here, settings.recompute, min_bytes=settings.min_mib * MIB)

@@ -6,7 +6,6 @@ backward, and with delayed scaling the scales of forward; histories get no value
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +14,16 @@ from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE, te_checkpoint
 
 from megatron.swap.common.types import UsageError
+from megatron.swap.forecast.facts import MegatronFacts
 
 Checkpoint = Callable[..., Any]
 """Calls a function with tensors, and again in backward."""
 
 
-def can_recompute_layers(args: argparse.Namespace) -> bool:
-    """Return whether a plan may recompute whole layers of the model of these arguments."""
-    if args.fp8 or args.fp4:
-        return bool(args.fp8) and HAVE_TE
+def can_recompute_layers(facts: MegatronFacts) -> bool:
+    """Return whether a plan may recompute whole layers of the model of these facts."""
+    if facts.fp8 or facts.fp4:
+        return bool(facts.fp8) and HAVE_TE
     return has_megatrons_checkpoint()
 
 

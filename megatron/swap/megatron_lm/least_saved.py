@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Collection
 
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, ROTARY
+from megatron.swap.forecast.facts import MegatronFacts
 
 
 def least_saved_bytes(
-    args: Namespace,
+    facts: MegatronFacts,
     num_layers: int,
     recompute: Collection[str] = (),
     *,
@@ -26,25 +26,25 @@ def least_saved_bytes(
         min_bytes: smaller tensors do not count.
         inputs_alone: count the inputs of layers only, because more is not known.
     """
-    element_bytes = 2 if args.bf16 or args.fp16 else 4
-    tensor_parallel = args.tensor_model_parallel_size
-    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
-    hidden = args.hidden_size // (tensor_parallel if args.sequence_parallel else 1)
+    element_bytes = 2 if facts.bf16 or facts.fp16 else 4
+    tensor_parallel = facts.tensor_model_parallel_size
+    tokens = facts.micro_batch_size * facts.seq_length // facts.context_parallel_size
+    hidden = facts.hidden_size // (tensor_parallel if facts.sequence_parallel else 1)
     widths = [hidden] * (2 if NORM in recompute else 4)
-    if args.recompute_granularity == "full":
-        segment = args.recompute_num_layers if args.recompute_method == "uniform" else 1
+    if facts.recompute_granularity == "full":
+        segment = facts.recompute_num_layers if facts.recompute_method == "uniform" else 1
         num_layers, widths = num_layers // (segment or 1), [hidden]
     elif inputs_alone:
         widths = [hidden]
     else:
-        if not args.multi_latent_attention:
-            groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-            heads = [args.num_attention_heads]  # attention output
+        if not facts.multi_latent_attention:
+            groups = facts.num_query_groups if facts.group_query_attention else facts.num_attention_heads
+            heads = [facts.num_attention_heads]  # attention output
             if not {ROTARY, LINEAR} & set(recompute):
-                heads += [args.num_attention_heads, groups, groups]  # q, k, v
-            widths += [number * args.kv_channels // tensor_parallel for number in heads]
-        if args.num_experts is None:
-            fc1 = 0 if LINEAR in recompute else 2 if args.swiglu else 1
-            widths += [args.ffn_hidden_size // tensor_parallel] * (fc1 + (ACTIVATION not in recompute))
+                heads += [facts.num_attention_heads, groups, groups]  # q, k, v
+            widths += [number * facts.head_size // tensor_parallel for number in heads]
+        if facts.num_experts is None:
+            fc1 = 0 if LINEAR in recompute else 2 if facts.swiglu else 1
+            widths += [facts.mlp_width // tensor_parallel] * (fc1 + (ACTIVATION not in recompute))
     sizes = [tokens * width * element_bytes for width in widths]
     return num_layers * sum(size for size in sizes if size >= min_bytes)

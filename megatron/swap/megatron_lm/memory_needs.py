@@ -6,19 +6,17 @@ they count nothing.
 
 from __future__ import annotations
 
-from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, SwapError, format_bytes
-from megatron.swap.forecast.flags import model_of, state_bytes_of
+from megatron.swap.forecast.facts import MegatronFacts, model_of, state_bytes_of
 from megatron.swap.forecast.shape import num_params
 from megatron.swap.forecast.states import States
-from megatron.swap.megatron_lm.arguments import device_memory_gib
+from megatron.swap.megatron_lm.checks import device_memory_gib
 from megatron.swap.megatron_lm.least_saved import least_saved_bytes
-from megatron.swap.megatron_lm.versions import ADDED_LATER
 from megatron.swap.memory.host_memory import HostCapacity, local_world_size, safe_host_bytes
 
 CLOSE = 0.75
@@ -60,7 +58,7 @@ class MemoryCheck:
     capacity: HostCapacity | None
 
 
-def check_memory(args: Namespace, config: SwapConfig) -> MemoryCheck:
+def check_memory(facts: MegatronFacts, settings: Settings) -> MemoryCheck:
     """Compare what this rank needs with what there is.
 
     Call it before any rank builds its model.
@@ -69,14 +67,14 @@ def check_memory(args: Namespace, config: SwapConfig) -> MemoryCheck:
         OutOfMemoryAhead: it cannot fit.
     """
     on_gpu = torch.cuda.is_available()
-    needs = memory_needs(args, config, on_gpu=on_gpu)
+    needs = memory_needs(facts, settings, on_gpu=on_gpu)
     if on_gpu:
-        has_bytes = int(device_memory_gib(args) * GIB)
+        has_bytes = int(device_memory_gib(facts, settings) * GIB)
         check_device(needs, has_bytes)
         return MemoryCheck(needs_line(needs, has_bytes), None)
     capacity = safe_host_bytes(local_world_size())
-    if not config.host_unchecked:
-        check_host(needs, capacity, args)
+    if not settings.host_unchecked:
+        check_host(needs, capacity, facts)
     line = needs_line(needs, capacity.available_bytes, capacity.local_world_size)
     return MemoryCheck(line, capacity.less(needs.model_bytes, "model and optimizer"))
 
@@ -99,19 +97,19 @@ def needs_line(needs: MemoryNeeds, has_bytes: int, num_ranks: int = 1) -> str | 
     return f"{line}; there are {format_bytes(has_bytes)}{close}"
 
 
-def memory_needs(args: Namespace, config: SwapConfig, *, on_gpu: bool) -> MemoryNeeds:
+def memory_needs(facts: MegatronFacts, settings: Settings, *, on_gpu: bool) -> MemoryNeeds:
     """Return the needs of this rank.
 
     Args:
         on_gpu: whether swapped activations leave the memory that counts. Without a GPU they stay in it, except on disk.
     """
-    model_bytes = _model_bytes(args, config.optimizer if on_gpu or config.disk_dir is not None else 0.0)
+    model_bytes = _model_bytes(facts, settings.offload_fraction if on_gpu or settings.disk_dir is not None else 0.0)
     activation_bytes = 0
-    if not on_gpu and not args.variable_seq_lengths and config.disk_dir is None:
-        is_planned = config.auto or config.plan is not None  # a plan may recompute whole layers
-        layers = args.num_layers // args.pipeline_model_parallel_size
-        is_unknown = is_planned or bool(args.fp8) or args.recompute_granularity == "selective"
-        activation_bytes = least_saved_bytes(args, layers, config.recompute, inputs_alone=is_unknown)
+    if not on_gpu and not facts.variable_seq_lengths and settings.disk_dir is None:
+        is_planned = settings.auto or settings.plan is not None  # a plan may recompute whole layers
+        layers = facts.num_layers // facts.pipeline_model_parallel_size
+        is_unknown = is_planned or bool(facts.fp8) or facts.recompute_granularity == "selective"
+        activation_bytes = least_saved_bytes(facts, layers, settings.recompute, inputs_alone=is_unknown)
     return MemoryNeeds(model_bytes, activation_bytes)
 
 
@@ -133,7 +131,7 @@ def check_device(needs: MemoryNeeds, has_bytes: int) -> None:
         )
 
 
-def check_host(needs: MemoryNeeds, capacity: HostCapacity, args: Namespace) -> None:
+def check_host(needs: MemoryNeeds, capacity: HostCapacity, facts: MegatronFacts) -> None:
     """Refuse a run without a GPU that the host's memory cannot hold: the kernel would kill it without a message.
 
     Raises:
@@ -149,36 +147,35 @@ def check_host(needs: MemoryNeeds, capacity: HostCapacity, args: Namespace) -> N
     raise OutOfMemoryAhead(
         f"this run needs at least {format_bytes(needs.num_bytes)} of host memory{each}: "
         f"{format_bytes(needs.model_bytes)} for weights, gradients and optimizer state, "
-        f"{format_bytes(needs.activation_bytes)} for the activations of one micro-batch ({args.micro_batch_size} x "
-        f"{args.seq_length} tokens). {format_bytes(capacity.available_bytes)} are available on this machine, which has "
-        f"{format_bytes(capacity.total_bytes)}{limit}. Without a GPU, swapped tensors stay in the same memory. Train a "
-        "smaller model, lower --micro-batch-size or --seq-length, or recompute (--recompute-granularity full "
+        f"{format_bytes(needs.activation_bytes)} for the activations of one micro-batch ({facts.micro_batch_size} x "
+        f"{facts.seq_length} tokens). {format_bytes(capacity.available_bytes)} are available on this machine, which "
+        f"has {format_bytes(capacity.total_bytes)}{limit}. Without a GPU, swapped tensors stay in the same memory. "
+        "Train a smaller model, lower --micro-batch-size or --seq-length, or recompute (--recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1)."
     )
 
 
-def _model_bytes(args: Namespace, offload_fraction: float) -> int:
+def _model_bytes(facts: MegatronFacts, offload_fraction: float) -> int:
     """Return a lower bound of weights, gradients and kept optimizer state on this rank; 0: unknown."""
-    args = Namespace(**ADDED_LATER | vars(args))
     is_unusual = (
-        args.num_experts is not None, args.multi_latent_attention, args.fp8, args.fp4, args.use_megatron_fsdp,
-        args.use_torch_fsdp2, args.init_model_with_meta_device, args.skip_train, args.freeze_all_layers,
-        args.heterogeneous_layers_config_path, args.hybrid_layer_pattern,
+        facts.num_experts is not None, facts.multi_latent_attention, facts.fp8, facts.fp4, facts.use_megatron_fsdp,
+        facts.use_torch_fsdp2, facts.init_model_with_meta_device, facts.skip_train, facts.freeze_all_layers,
+        facts.heterogeneous_layers_config_path, facts.hybrid_layer_pattern,
     )  # fmt: skip
     if any(is_unusual):
         return 0
-    vocabulary = args.padded_vocab_size or args.vocab_size or 1  # a tokenizer may give it later
-    model = model_of(Namespace(**{**vars(args), "padded_vocab_size": vocabulary}))
-    of_layer, of_ends = num_params(model, tied=not args.untie_embeddings_and_output_weights)
+    vocabulary = facts.padded_vocab_size or facts.vocab_size or 1  # a tokenizer may give it later
+    model = model_of(replace(facts, padded_vocab_size=vocabulary))
+    of_layer, of_ends = num_params(model, tied=not facts.untie_embeddings_and_output_weights)
     stages = model.pipeline_parallel
     params = (of_layer * (model.num_layers // stages) + (of_ends if stages == 1 else 0)) / model.tensor_parallel
-    has_fp32_gradients = args.accumulate_allreduce_grads_in_fp32 and not args.use_precision_aware_optimizer
-    has_adam = args.optimizer == "adam" and not (args.use_precision_aware_optimizer or args.optimizer_cpu_offload)
-    is_half = args.bf16 or args.fp16
+    has_fp32_gradients = facts.accumulate_allreduce_grads_in_fp32 and not facts.use_precision_aware_optimizer
+    has_adam = facts.optimizer == "adam" and not (facts.use_precision_aware_optimizer or facts.optimizer_cpu_offload)
+    is_half = facts.bf16 or facts.fp16
     states = States(
         gradient_bytes=4 if has_fp32_gradients or not is_half else 2,
-        state_bytes=state_bytes_of(args) if has_adam else 0,
-        num_shards=args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1,
+        state_bytes=state_bytes_of(facts) if has_adam else 0,
+        num_shards=facts.data_parallel_size * facts.context_parallel_size if facts.use_distributed_optimizer else 1,
         offload_fraction=offload_fraction,
         weight_bytes=2 if is_half else 4,
     )

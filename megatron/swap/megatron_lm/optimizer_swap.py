@@ -14,13 +14,13 @@ from megatron.core.utils import is_te_min_version
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.common.rounding import ceil_div
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
-from megatron.swap.forecast.flags import state_bytes_of
+from megatron.swap.forecast.facts import MegatronFacts, state_bytes_of
 from megatron.swap.forecast.states import STATE_HOST_FRACTION, bucket_bytes_before_disk
 from megatron.swap.megatron_lm.optimizer_adapter import (
     AdaptedOptimizer,
@@ -372,30 +372,30 @@ class OptimizerSwap:
             self._hooks.pop().remove()
 
 
-def offload_settings(config: SwapConfig, args: Any, host_limit_bytes: int, disk: DiskFile | None) -> OffloadSettings:
+def offload_settings(
+    settings: Settings, facts: MegatronFacts, host_limit_bytes: int, disk: DiskFile | None
+) -> OffloadSettings:
     """Return the settings of a run.
 
     Args:
-        config: our flags.
-        args: Megatron's arguments.
         host_limit_bytes: most host memory for optimizer state.
         disk: holds state that does not fit into host memory.
     """
-    expected = expected_state(args) if config.optimizer_auto else None
-    return OffloadSettings(config.optimizer, host_limit_bytes, int(config.min_mib * MIB), disk, expected)
+    expected = expected_state(facts) if settings.plans_optimizer else None
+    return OffloadSettings(settings.offload_fraction, host_limit_bytes, int(settings.min_mib * MIB), disk, expected)
 
 
-def expected_state(args: Any) -> ExpectedState:
+def expected_state(facts: MegatronFacts) -> ExpectedState:
     """Return the expected optimizer state, from Megatron's arguments."""
     num_ranks = num_expert_ranks = 1
-    if args.use_distributed_optimizer:
+    if facts.use_distributed_optimizer:
         # Data- and context-parallel ranks share one optimizer; each of several instances has a copy of all state.
-        of_shards = args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
-        of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-        num_ranks, num_expert_ranks = of_shards, max(1, of_shards * args.tensor_model_parallel_size // of_experts)
-    state_bytes = state_bytes_of(args)
-    if args.use_precision_aware_optimizer:
-        has_remainders = args.bf16 and args.fp8_recipe in (None, "delayed") and is_te_min_version("2.1.0")
-        main_bytes = min(args.main_params_dtype.itemsize, 2 if has_remainders else 4)  # else stored in full
-        state_bytes = main_bytes + args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+        of_shards = facts.data_parallel_size * facts.context_parallel_size // facts.num_distributed_optimizer_instances
+        of_experts = facts.expert_model_parallel_size * facts.expert_tensor_parallel_size
+        num_ranks, num_expert_ranks = of_shards, max(1, of_shards * facts.tensor_model_parallel_size // of_experts)
+    state_bytes = state_bytes_of(facts)
+    if facts.use_precision_aware_optimizer:
+        has_remainders = facts.bf16 and facts.fp8_recipe in (None, "delayed") and is_te_min_version("2.1.0")
+        main_bytes = min(facts.main_params_dtype.itemsize, 2 if has_remainders else 4)  # else stored in full
+        state_bytes = main_bytes + facts.exp_avg_dtype.itemsize + facts.exp_avg_sq_dtype.itemsize
     return ExpectedState(num_ranks, num_expert_ranks, state_bytes)

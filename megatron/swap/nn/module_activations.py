@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from megatron.swap.common.config import SwapConfig, parse_layers
 from megatron.swap.common.log import logger
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import ACTIVATIONS
-from megatron.swap.common.types import MIB, UsageError, layer_positions
-from megatron.swap.engine.policy import ManualPolicy, Policy
+from megatron.swap.common.types import UsageError, layer_positions
+from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.nn.found_layers import layers_of
 from megatron.swap.nn.layer_devices import device_of
 from megatron.swap.nn.planned_activations import PlannedActivations, refuse_unplannable
@@ -82,25 +82,28 @@ def activations(
         HostMemoryError: the host has less memory than ``host_gib``.
     """
     found = layers_of(model)
-    is_text, is_planned = isinstance(layers, str), memory_gib is not None or memory_fraction is not None
-    config = SwapConfig(
-        layers=parse_layers(layers, len(found)) if is_text and not is_planned else frozenset(),  # type: ignore[arg-type]
+    is_planned = memory_gib is not None or memory_fraction is not None
+    if None not in (memory_gib, memory_fraction):
+        raise UsageError("memory_fraction beside memory_gib: the planner chooses within one budget. Leave one out.")
+    if not is_planned and (save_plan is not None or save_profile is not None):
+        raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")
+    settings = Settings(
+        layers=layers if isinstance(layers, str) and not is_planned else "none",
         min_mib=min_mib, host_gib=host_gib, prefetch_gib=prefetch_gib, verify=verify, oom_guard=oom_guard,
-        cpu_delay_ms=cpu_delay_ms, auto=is_planned, memory_gib=memory_gib, memory_fraction=memory_fraction,
-        save_plan=save_plan, save_profile=save_profile,
+        cpu_delay_ms=cpu_delay_ms, memory_gib=memory_gib, memory_fraction=memory_fraction, save_plan=save_plan,
+        save_profile=save_profile,
     )  # fmt: skip
     if is_planned:
-        if layers != "all" or None not in (memory_gib, memory_fraction):
-            given = f"layers {layers!r}" if layers != "all" else "memory_fraction"
-            raise UsageError(f"{given} beside memory_gib: the planner chooses within one budget. Leave one out.")
+        if layers != "all":
+            raise UsageError(
+                f"layers {layers!r} beside memory_gib: the planner chooses within one budget. Leave one out."
+            )
         refuse_unplannable(model)
-        return PlannedActivations(model, found, config, device_of(found), log or logger.info, autocast_cache)  # type: ignore[arg-type]
-    if save_plan is not None or save_profile is not None:
-        raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")
-    policy = ManualPolicy(config.layers, (), int(min_mib * MIB)) if isinstance(layers, str) else layers
+        return PlannedActivations(model, found, settings, device_of(found), log or logger.info, autocast_cache)  # type: ignore[arg-type]
+    policy = policy_of(settings, len(found)) if isinstance(layers, str) else layers
     _check_policy(policy, layers, len(found))
     _check_tail(policy, len(found), num_ahead=1 if prefetch_gib is None else 0)
-    return SwappedActivations(found, policy, config, device_of(found), autocast_cache=autocast_cache)
+    return SwappedActivations(found, policy, settings, device_of(found), autocast_cache=autocast_cache)
 
 
 def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:

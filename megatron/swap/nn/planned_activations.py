@@ -14,9 +14,9 @@ from torch import nn
 from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.autotune.target import Output, PlanTarget, RunParts
 from megatron.swap.autotune.training_steps import TrainingSteps, read_checks
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Infeasible
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import GIB, LINEAR, OPERATOR, SwapError, UsageError
 from megatron.swap.devices.base import Device
@@ -43,7 +43,7 @@ class PlannedActivations(SwappedActivations):
     Args:
         model: the whole model.
         layers: its layers.
-        config: the budget and more settings.
+        settings: the budget and more settings.
         device: of the layers.
         log: takes the planner's lines.
         autocast_cache: as in ``activations``.
@@ -55,7 +55,7 @@ class PlannedActivations(SwappedActivations):
         self,
         model: nn.Module,
         layers: list[nn.Module],
-        config: SwapConfig,
+        settings: Settings,
         device: torch.device,
         log: Callable[[str], None],
         autocast_cache: bool = True,
@@ -65,7 +65,7 @@ class PlannedActivations(SwappedActivations):
         self._ranges = Ranges()
         self._observer = None if device.type == "cuda" else Observer()
         self._target = PlanTarget(
-            config, lambda: self._planned.describe(model), _memory_gib(device), (OPERATOR, LINEAR),
+            settings, lambda: self._planned.describe(model), _memory_gib(device), (OPERATOR, LINEAR),
             remedy=REMEDY,
         )  # fmt: skip
         self._undo: list[Callable[[], None]] = []
@@ -73,7 +73,7 @@ class PlannedActivations(SwappedActivations):
         self._recorder: Recorder
         self._auto: AutoPlan | None = None
         self._steps = TrainingSteps(self._end_step)
-        super().__init__(layers, self._target.policy, config, device, self._instruments, autocast_cache)
+        super().__init__(layers, self._target.policy, settings, device, self._instruments, autocast_cache)
         try:
             self._begin()
         except BaseException:
@@ -228,7 +228,7 @@ class PlannedActivations(SwappedActivations):
                     "Take gradients by backward() or torch.autograd.grad, or train without memory_gib."
                 )
             return
-        idle, elsewhere = self._planned.learn_order(self._target.config.window_bytes(None))
+        idle, elsewhere = self._planned.learn_order(self._target.settings.window_bytes(None))
         for layers, why in (idle, "no backward has entered"), (elsewhere, "the longest forward does not run"):
             if layers:
                 known = ", ".join(names.get(layer, "") for layer in layers)

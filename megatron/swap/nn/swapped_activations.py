@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, MIB, UsageError, format_bytes, layer_positions
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
@@ -97,15 +97,15 @@ class SwappedActivations(NotCopied):
         self,
         layers: list[nn.Module],
         policy: Policy,
-        config: SwapConfig,
+        settings: Settings,
         device: torch.device,
         instruments: Callable[[Device], Instruments] = lambda _: Instruments(),
         autocast_cache: bool = True,
     ) -> None:
         budget = safe_host_bytes(local_world_size())
         limit_bytes = budget.safe_bytes
-        if config.host_gib is not None:
-            limit_bytes = int(config.host_gib * GIB)
+        if settings.host_gib is not None:
+            limit_bytes = int(settings.host_gib * GIB)
             check_host_request(limit_bytes, budget, unchecked=False)
         elif not limit_bytes:
             raise HostMemoryError(
@@ -115,18 +115,18 @@ class SwappedActivations(NotCopied):
         self.layers = tuple(layers)
         is_swapped = [policy.swaps_layer(number) for number in range(len(layers))]
         self.chosen = tuple(number for number, flag in enumerate(is_swapped) if flag)
-        self._device = _engine_device(device, config.cpu_delay_ms / 1e3)
-        guard_bytes = int(GUARD_HOST_FRACTION * limit_bytes) if config.oom_guard else 0
+        self._device = _engine_device(device, settings.cpu_delay_ms / 1e3)
+        guard_bytes = int(GUARD_HOST_FRACTION * limit_bytes) if settings.oom_guard else 0
         pinned = device.type == "cuda"
         pool = HostPool(limit=limit_bytes, pinned=pinned, device=device.index, available_bytes=available_host_bytes)
         self._tier = HostTier(pool)
-        self._guard = OomGuard(self._device, self._tier.pool, int(config.min_mib * MIB), guard_bytes)
-        if config.oom_guard:
+        self._guard = OomGuard(self._device, self._tier.pool, int(settings.min_mib * MIB), guard_bytes)
+        if settings.oom_guard:
             self._guard.begin()
-        settings = EngineSettings(
-            window_bytes=config.window_bytes(None), verify=config.verify, recomputes=self._recomputes
+        of_engine = EngineSettings(
+            window_bytes=settings.window_bytes(None), verify=settings.verify, recomputes=self._recomputes
         )
-        engine = build_engine(self._device, self._tier, policy, settings, instruments(self._device), self._guard)
+        engine = build_engine(self._device, self._tier, policy, of_engine, instruments(self._device), self._guard)
         self._manager, self._saved_tensors = engine.manager, engine.saved_tensors
         self._boundaries = self._put_boundaries(is_swapped)
         for boundary in self._boundaries:

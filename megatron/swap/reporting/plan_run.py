@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from megatron.swap.common.collectives import gather
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.plan import Model, save_plan
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MIB, Site
 from megatron.swap.engine.decision import Decision
 from megatron.swap.reporting.site_log import SiteLog, merged, plan_of_run, unlike_plan
@@ -18,12 +18,12 @@ class PlanRun:
     """Watches what is done with saved tensors, as long as a comparison or a file needs it.
 
     Args:
-        config: has the plan to compare with, or the file to save one to, or both.
+        settings: has the plan to compare with, or the file to save one to, or both.
         describe: returns the model that a saved plan is for. It is called at the end of training.
     """
 
-    def __init__(self, config: SwapConfig, describe: Callable[[], Model]) -> None:
-        self._config = config
+    def __init__(self, settings: Settings, describe: Callable[[], Model]) -> None:
+        self._settings = settings
         self._describe = describe
         self._log: SiteLog | None = SiteLog()
         self._num_steps = 0
@@ -36,11 +36,11 @@ class PlanRun:
     def step_ended(self) -> list[str]:
         """Return lines for users: after the first step where the run differs from its plan; later none."""
         self._num_steps += 1
-        plan = self._config.plan
+        plan = self._settings.plan
         if self._num_steps > 1 or plan is None or self._log is None:
             return []
-        lines = unlike_plan(plan, self._log.sites, int(self._config.min_mib * MIB))
-        if self._config.save_plan is None:
+        lines = unlike_plan(plan, self._log.sites, int(self._settings.min_mib * MIB))
+        if self._settings.save_plan is None:
             self._log = None
         return [f"--swap-plan: {line}" for line in lines]
 
@@ -50,13 +50,13 @@ class PlanRun:
         Returns:
             A line for users if it cannot be written.
         """
-        if self._config.save_plan is None or self._log is None:
+        if self._settings.save_plan is None or self._log is None:
             return []
         logs = gather(self._log.sites)
         if logs is None:
             return []
         try:
-            save_plan(plan_of_run(self._describe(), merged(logs), self._config.plan), self._config.save_plan)
+            save_plan(plan_of_run(self._describe(), merged(logs), self._settings.plan), self._settings.save_plan)
         except OSError as error:  # must not end the run: its last checkpoint is still to be written
             return [f"--swap-save-plan was not written: {error}"]
         return []

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.records import write_text
+from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.types import GIB, MemoryRow, Site, format_bytes, layer_positions
 from megatron.swap.engine.oom_guard import Rescue
 
@@ -313,7 +313,7 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def start_table(
-    config: SwapConfig,
+    settings: Settings,
     num_layers: int,
     reserved_bytes: int,
     limit_bytes: int,
@@ -327,19 +327,21 @@ def start_table(
     Args:
         needs: the memory that the run needs, beside what there is; ``None``: it is not known.
     """
-    plan = config.plan
+    plan = settings.plan
     host = ("host memory", f"{format_bytes(reserved_bytes)} reserved, at most {format_bytes(limit_bytes)} a rank")
     guard = ("guard", f"evicts saved tensors when an allocation fails; host memory for it: {format_bytes(guard_bytes)}")
-    guards = [guard] if config.oom_guard else []
+    guards = [guard] if settings.oom_guard else []
     needed = [] if needs is None else [("memory", needs)]
-    if config.auto:
+    if settings.auto:
         return _rows([*needed, host, *guards])
-    layers = config.layers if plan is None else frozenset(filter(plan.swaps_layer, plan.layers()))
+    layers = parse_layers(settings.layers, num_layers)
+    if plan is not None:
+        layers = frozenset(filter(plan.swaps_layer, plan.layers()))
     last = layer_positions([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_trailing_kept(window_groups=1), num_layers)
-    window_bytes = config.window_bytes(plan)
+    window_bytes = settings.window_bytes(plan)
     window = "as large as one layer" if window_bytes is None else format_bytes(window_bytes)
-    modules = " ".join(config.modules) or ("all modules" if plan is None else "the sites that the plan names")
+    modules = " ".join(settings.modules) or ("all modules" if plan is None else "the sites that the plan names")
     kept = name_layers(tail) if window_bytes is None else f"{num_layers - 1} and those that fit the prefetch window"
     rows = [
         ("chosen", f"layers {name_layers(layers)} of {num_layers}" + (f": {modules}" if layers else "")),
@@ -354,8 +356,8 @@ def start_table(
         recomputed = [layer for layer in plan.layers() if plan.recomputes_layer(layer) or plan.sections(layer)]
         rows.append(("recomputed", f"layers {name_layers(recomputed)} of {num_layers}: {modules}"))
     rows += guards
-    if config.recompute:
-        rows.append(("recomputed", f"{' and '.join(config.recompute)} outputs of all layers"))
+    if settings.recompute:
+        rows.append(("recomputed", f"{' and '.join(settings.recompute)} outputs of all layers"))
     return _rows(rows)
 
 

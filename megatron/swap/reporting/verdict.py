@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, format_bytes
 from megatron.swap.reporting.summary import RankReport
 
 
-def verdict_lines(config: SwapConfig, swap_layers: str | None, ranks: Sequence[RankReport]) -> list[str]:
+def verdict_lines(settings: Settings, ranks: Sequence[RankReport]) -> list[str]:
     """Return what autograd held, what it would hold without swapping, and the next command.
 
     Args:
-        swap_layers: the value of ``--swap-layers``.
         ranks: reports of all ranks. The lines are about the rank that saves most.
     """
     counted = [(report.counted, number) for number, report in enumerate(ranks) if report.counted is not None]
     if not counted:
-        return ["the run ended before a step under its plan was counted", f"next: {_next(config, swap_layers, ranks)}"]
+        return ["the run ended before a step under its plan was counted", f"next: {_next(settings, ranks)}"]
     figures, rank = max(counted, key=lambda entry: entry[0].saved_bytes)
     whose = f" (rank {rank})" if len(ranks) > 1 else ""
     what = "without swapping"
-    if config.recompute or config.plan is not None or config.auto:
+    if settings.recompute or settings.plan is not None or settings.auto:
         what += " and recomputation"
     waits = [report.steps[-1].moved.wait_ms for report in ranks if report.steps]
     held = (
@@ -31,16 +30,16 @@ def verdict_lines(config: SwapConfig, swap_layers: str | None, ranks: Sequence[R
         f"{format_bytes(figures.saved_bytes)} (bytes saved in step {figures.iteration}{whose}, counted); compute "
         f"waited {max(waits):.1f} ms for copies in the last step"
     )
-    return [held, f"next: {_next(config, swap_layers, ranks)}"]
+    return [held, f"next: {_next(settings, ranks)}"]
 
 
-def _next(config: SwapConfig, swap_layers: str | None, ranks: Sequence[RankReport]) -> str:
-    given = f"--swap-layers {swap_layers}"
-    if config.auto:
-        given = "--swap-memory-gib" if config.memory_gib is not None else "the memory budget"
-    elif config.plan is not None:
-        given = f"--swap-plan {config.plan_file}"
-    elif not config.layers:
+def _next(settings: Settings, ranks: Sequence[RankReport]) -> str:
+    given = f"--swap-layers {settings.layers}"
+    if settings.auto:
+        given = "--swap-memory-gib" if settings.memory_gib is not None else "the memory budget"
+    elif settings.plan is not None:
+        given = f"--swap-plan {settings.plan.file}"
+    elif not settings.swaps_layers:
         given = "the --swap- flags"
     reserved_bytes = [report.device_reserved_bytes for report in ranks if report.device_reserved_bytes is not None]
     if not reserved_bytes:
@@ -48,9 +47,9 @@ def _next(config: SwapConfig, swap_layers: str | None, ranks: Sequence[RankRepor
             f"the same command with --swap-layers none in place of {given} prints the same losses. This machine has "
             "no GPU, so its times say nothing of one: plan a run for a GPU with python -m megatron.swap.cli.main plan"
         )
-    if config.auto and config.save_plan is None:
+    if settings.auto and settings.save_plan is None:
         return "--swap-save-plan FILE writes the plan; --swap-plan FILE then trains by it from the first step"
-    if config.auto:
-        return f"--swap-plan {config.save_plan} in place of {given} trains by this plan from the first step"
+    if settings.auto:
+        return f"--swap-plan {settings.save_plan} in place of {given} trains by this plan from the first step"
     budget_gib = math.ceil(max(reserved_bytes) / GIB)
     return f"--swap-memory-gib {budget_gib} in place of {given}: the fastest plan within the memory of this run"

@@ -18,9 +18,9 @@ from megatron.swap.autotune.plan_files import PlanFiles
 from megatron.swap.autotune.state_machine import Stage, Transition
 from megatron.swap.autotune.target import Output, PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Plan, load_plan
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, SwapError, UsageError
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.planner.profile import Link
@@ -87,7 +87,7 @@ class Training:
         self.device = device
         self.chunk = nn.Linear(2, 2)
         self.num_micro_batches = 1
-        config = SwapConfig(frozenset(), auto=True, memory_gib=12.0, prefetch_gib=prefetch_gib)
+        config = Settings(memory_gib=12.0, prefetch_gib=prefetch_gib)
         self.target = PlanTarget(config, lambda: model(8), 80.0, ())
         self.lines: list[str] = []
         unused: Any = None
@@ -284,7 +284,7 @@ def test_a_file_that_cannot_be_written_takes_no_other_with_it(
 ) -> None:
     plan, profile = Plan(model(8), None, None, None, ()), random_profile(1)
     paths = {"save_plan": str(tmp_path / "a" / "plan.json"), "save_profile": str(tmp_path / "b" / "profile.json")}
-    config, lines = SwapConfig(frozenset(), auto=True), list[str]()
+    config, lines = Settings(policy="auto"), list[str]()
     files = PlanFiles(replace(config, **{**paths, full: "/dev/full"}), 0, 0, lines.append)  # type: ignore[arg-type]
     files.save(plan, profile, {0: 0})
     if full == "save_profile":
@@ -297,8 +297,8 @@ def test_a_file_that_cannot_be_written_takes_no_other_with_it(
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_of_a_pipeline_each_stage_writes_its_profile_and_rank_0_the_plan(rank: int, tmp_path: Path) -> None:
-    config = SwapConfig(
-        frozenset(), auto=True, save_plan=str(tmp_path / "plan.json"), save_profile=str(tmp_path / "profile.json")
+    config = Settings(
+        policy="auto", save_plan=str(tmp_path / "plan.json"), save_profile=str(tmp_path / "profile.json")
     )
     files = PlanFiles(config, rank, rank // 2, print)
     files.save(Plan(model(8), None, None, None, ()), random_profile(1), {0: 1, 1: 2})

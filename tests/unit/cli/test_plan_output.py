@@ -10,7 +10,7 @@ import pytest
 
 from megatron.swap.cli import plan as program
 from megatron.swap.cli.training_command import training_command
-from megatron.swap.common.config import USUAL_FRACTION
+from megatron.swap.common.settings import USUAL_FRACTION
 from megatron.swap.common.types import UsageError
 from megatron.swap.forecast.flags import check_known, not_counted, read_flags, training_flags
 from megatron.swap.forecast.gpus import GPUS, SHARED_GB_S, find_gpu

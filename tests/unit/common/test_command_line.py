@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.swap.common.command_line import CommandLine, is_flag, nearest_flag
+from megatron.swap.common.flag_names import is_flag, nearest_flag
+from megatron.swap.common.flags import CommandLine
 
 KNOWN = ["--swap-layers", "--swap-memory-gib", "--swap-memory-fraction", "--swap-modules", "--num-layers", "-h"]
 

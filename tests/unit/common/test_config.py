@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.swap.common.config import SwapConfig, parse_layers
 from megatron.swap.common.plan import Plan
+from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.types import GIB, UsageError
-from megatron.swap.megatron_lm.compatibility import _check_recompute
+from megatron.swap.forecast.facts import MegatronFacts
+from megatron.swap.megatron_lm.checks import _check_recompute
 from tests.unit.planner.cases import model
 
 
@@ -96,7 +96,7 @@ def test_no_text_is_read_out_of_range_or_breaks_the_parser(text: str, num_layers
 )
 def test_a_value_out_of_range_names_its_flag(field: str, value: object, flag: str):
     with pytest.raises(UsageError, match=flag) as error:
-        SwapConfig(layers=frozenset(), **{field: value})
+        Settings(**{field: value})
     assert str(value) in str(error.value)
 
 
@@ -109,18 +109,18 @@ def test_one_file_for_two_is_refused(
     (tmp_path / "a").mkdir()
     (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
     with pytest.raises(UsageError, match=f"{flag} {other}: must be another file than that of --swap-save-plan"):
-        SwapConfig(layers=frozenset(), save_plan="plan.json", **{field: other})
-    SwapConfig(layers=frozenset(), save_plan="plan.json", **{field: "other.json"})
+        Settings(save_plan="plan.json", **{field: other})
+    Settings(save_plan="plan.json", **{field: "other.json"})
 
 
 def test_where_no_file_can_be_made_is_told_at_once():
     """File permissions are no sufficient test: root has all of them in /proc."""
     with pytest.raises(UsageError, match=r"--swap-save-plan /proc/x/plan.json: must be a file that can be written"):
-        SwapConfig(layers=frozenset(), save_plan="/proc/x/plan.json")
+        Settings(save_plan="/proc/x/plan.json")
 
 
 def test_bounds_are_allowed_and_nothing_changes_afterwards():
-    config = SwapConfig(layers=frozenset({1}), min_mib=0, host_gib=0.1, prefetch_gib=0.1, cpu_delay_ms=0)
+    config = Settings(layers="1", min_mib=0, host_gib=0.1, prefetch_gib=0.1, cpu_delay_ms=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.min_mib = 2  # type: ignore[misc]
 
@@ -137,17 +137,17 @@ def test_bounds_are_allowed_and_nothing_changes_afterwards():
     ],
 )
 def test_whose_window_counts(auto: bool, users: float | None, plans: float | None, window_gib: float | None):
-    config = SwapConfig(layers=frozenset(), prefetch_gib=users, memory_gib=80.0 if auto else None, auto=auto)
+    config = Settings(prefetch_gib=users, memory_gib=80.0 if auto else None)
     plan = None if plans is None else Plan(model(8), None, None, None, (), plans)
     assert config.window_bytes(plan) == (None if window_gib is None else window_gib * GIB)
 
 
 def test_a_kind_that_cannot_be_recomputed_is_named():
-    assert SwapConfig(layers=frozenset(), recompute=("norm", "activation")).acts
-    assert not SwapConfig(layers=frozenset()).acts
+    assert Settings(recompute=("norm", "activation")).acts
+    assert not Settings().acts
     kinds = "norm or activation or rotary or quantized or residual or linear"
     with pytest.raises(UsageError, match=f"--swap-recompute dropout: must be {kinds}"):
-        SwapConfig(layers=frozenset(), recompute=("norm", "dropout"))
+        Settings(recompute=("norm", "dropout"))
 
 
 @pytest.mark.parametrize(
@@ -165,21 +165,20 @@ def test_a_kind_that_cannot_be_recomputed_is_named():
     ],
 )
 def test_what_a_linear_layer_that_runs_again_would_disturb(changes: dict, words: list[str]):
-    args = SimpleNamespace(**{
-        "fp8": None, "fp8_recipe": "delayed", "fp4": None, "swiglu": False, "sequence_parallel": False,
-        "tensor_model_parallel_size": 1, "hidden_dropout": 0.0,
-        "recompute_granularity": None, "recompute_modules": None, "recompute_method": None, **changes,
-    })  # fmt: skip
+    facts = MegatronFacts.of(
+        {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "micro_batch_size": 1,
+         "hidden_dropout": 0.0, **changes}
+    )  # fmt: skip
     if words:
         with pytest.raises(UsageError) as refusal:
-            _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("linear",)))
+            _check_recompute(facts, ("linear",))
         assert [word for word in words if word not in str(refusal.value)] == []
     else:
-        _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("linear",)))
-    _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("rotary",)))
+        _check_recompute(facts, ("linear",))
+    _check_recompute(facts, ("rotary",))
     of_sum = changes.get("tensor_model_parallel_size", 1) > 1 or bool(words and "recompute_modules" not in changes)
     with pytest.raises(UsageError, match="Drop residual") if of_sum else contextlib.nullcontext():
-        _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("residual",)))
+        _check_recompute(facts, ("residual",))
     if "fp8" not in changes:
         with pytest.raises(UsageError, match=r"without --fp8-format. Add --fp8-format, or drop quantized"):
-            _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("quantized",)))
+            _check_recompute(facts, ("quantized",))

@@ -10,7 +10,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.forecast import flags
-from megatron.swap.forecast.flags import model_of, not_counted, read_flags
+from megatron.swap.forecast.facts import MegatronFacts, model_of
+from megatron.swap.forecast.flags import not_counted, read_flags
 from megatron.swap.forecast.gpus import find_gpu
 from megatron.swap.forecast.shape import layer_class, shape_profile
 from megatron.swap.planner.profile import LayerClass, Profile
@@ -142,4 +143,4 @@ def test_megatrons_own_value_says_the_same() -> None:
     known = flags._parser().parse_known_args(f"{FLAGS} --attention-backend flash".split())[0]
     for name, value in {"virtual_pipeline_model_parallel_size": None, "attention_backend": AttnBackend.flash}.items():
         setattr(known, name, value)
-    assert model_of(known) == model("--attention-backend flash")
+    assert model_of(MegatronFacts.of(vars(known))) == model("--attention-backend flash")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.swap.common.plan import Model, check_model, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.forecast import fp8, shape
-from megatron.swap.forecast.flags import model_of, read_flags, state_bytes_of
+from megatron.swap.forecast.facts import MegatronFacts, model_of, state_bytes_of
+from megatron.swap.forecast.flags import read_flags
 from megatron.swap.forecast.fp8 import RECIPES, RECOMPUTE_INPUTS
 from megatron.swap.forecast.gpus import GPUS, find_gpu
 from megatron.swap.forecast.options import DISK, FULL, PLANNED, STATE, of_training, states_on
@@ -326,15 +327,6 @@ def test_a_plan_for_bf16_is_not_used_in_fp8(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------ types of optimizer state
 
 
-class Args:
-    """Megatron's parsed arguments: their types are those of torch."""
-
-    bf16, fp16, fp8, fp8_param_gather, use_precision_aware_optimizer = True, False, "hybrid", False, True
-    fp8_recipe = "tensorwise"
-    main_params_dtype = exp_avg_dtype = "torch.float32"
-    exp_avg_sq_dtype = "torch.uint8"
-
-
 @pytest.mark.parametrize(
     ("flags", "state", "gradient"),
     [
@@ -371,7 +363,12 @@ def test_moments_in_8_bits_have_transposes_unless_their_state_is_offloaded(gpu: 
 
 
 def test_types_may_be_torchs() -> None:
-    assert state_bytes_of(Args) == 4 + 4 + 1  # type: ignore[arg-type]
+    facts = MegatronFacts(
+        num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, micro_batch_size=1, bf16=True, fp8="hybrid",
+        fp8_recipe="tensorwise", use_precision_aware_optimizer=True, main_params_dtype=torch.float32,
+        exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.uint8,
+    )  # fmt: skip
+    assert state_bytes_of(facts) == 4 + 4 + 1
 
 
 @pytest.mark.parametrize(
@@ -412,7 +409,7 @@ def test_the_model_of_parsed_arguments_has_fp8() -> None:
     """Megatron's arguments and raw flags name the same model, with the layers that stay in bf16."""
     flags = f"{FLAGS} {FP8} blockwise --first-last-layers-bf16"
     raw = read_flags(flags.split()).model
-    parsed = Namespace(
+    parsed = MegatronFacts(
         num_layers=LAYERS, hidden_size=H, ffn_hidden_size=FFN, num_attention_heads=32, num_query_groups=8,
         group_query_attention=True, kv_channels=128, seq_length=8192, micro_batch_size=1, padded_vocab_size=128256,
         transformer_impl="transformer_engine", bf16=True, fp16=False, swiglu=True, num_experts=None,

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan, save_plan
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_flags, device_memory_gib, recompute_kinds, swap_config
-from megatron.swap.megatron_lm.compatibility import check_forward_step, check_is_gpt
+from megatron.swap.megatron_lm.checks import device_memory_gib, recompute_kinds
+from megatron.swap.trainer.checks import check_forward_step, check_is_gpt
+from megatron.swap.trainer.command_line import swap_config
 
 MODEL = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
 PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"), "norm/0": SitePlan("recompute")}),))

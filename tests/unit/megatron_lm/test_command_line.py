@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_flags
-from megatron.swap.megatron_lm.command_line import add_swap_args
+from megatron.swap.trainer.command_line import add_swap_args
 
 
 @pytest.fixture

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.swap.common.flags import settings_of
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.arguments import swap_config
-from megatron.swap.megatron_lm.fp8_weights import PACKAGE, choose_fp8_weights, recompute_weights
+from megatron.swap.forecast.facts import MegatronFacts
+from megatron.swap.megatron_lm.fp8_weights import PACKAGE, recompute_weights
 from megatron.swap.patches import registry, te_restored_weight
+from megatron.swap.trainer.command_line import swap_config
+from megatron.swap.trainer.fp8_weights import choose_fp8_weights
 from tests.unit.megatron_lm.test_loss_chunks import parsed
 
 RECOMPUTE = "--swap-fp8-weights recompute"
@@ -117,10 +120,11 @@ def test_a_run_that_plans_itself_keeps_copies_or_not(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
     monkeypatch.setattr(registry, "find_misfits", lambda patches: [])
     of_megatron = r"--(num-experts|mtp-num-layers|pipeline-model-parallel-size) \d"
-    settings = {"local_rank": 0, "world_size": 2 if "pipeline" in ours else 1, "gradient_accumulation_fusion": True}
-    args = parsed(re.sub(of_megatron, "", ours), **IN_8_BITS | settings)
-    line = choose_fp8_weights(args, f"{OF_3_5B} {ours}".split())
-    assert args.swap_fp8_weights == chosen
+    theirs = {"local_rank": 0, "world_size": 2 if "pipeline" in ours else 1, "gradient_accumulation_fusion": True}
+    args = parsed(re.sub(of_megatron, "", ours), **IN_8_BITS | theirs)
+    facts = MegatronFacts.of(vars(args))
+    settings, line = choose_fp8_weights(facts, settings_of(args), f"{OF_3_5B} {ours}".split())
+    assert settings.fp8_weights == chosen
     assert (line is not None) == (chosen == "recompute")
 
 
@@ -137,8 +141,8 @@ def test_a_library_that_cannot_drop_copies_is_not_asked_to(
         monkeypatch.setattr(registry, "find_misfits", lambda patches: misfits)
         settings = {"local_rank": 0, "world_size": 1, "gradient_accumulation_fusion": is_fused}
         args = parsed(ours, **IN_8_BITS | settings)
-        choose_fp8_weights(args, f"{OF_3_5B} {ours}".split())
-        return args.swap_fp8_weights
+        facts = MegatronFacts.of(vars(args))
+        return choose_fp8_weights(facts, settings_of(args), f"{OF_3_5B} {ours}".split())[0].fp8_weights
 
     assert chosen(misfits=[], is_fused=True) == "recompute"
     assert chosen(misfits=["a patch"], is_fused=True) is None

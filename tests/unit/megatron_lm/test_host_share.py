@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, MIB
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.oom_guard import OomGuard
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.host_share import HostShare, host_share
 from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.memory.host_pool import HostPool
 
-ARGS = Namespace(swap_layers="none")
-"""The only argument that is read with ``--swap-modules``, from which no lower bound follows."""
+FACTS = MegatronFacts(
+    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32, micro_batch_size=1, fp8="hybrid"
+)
+"""A model in 8 bits: no lower bound of its activations is known."""
 
 
 def share(host_gib: float, *, swaps: bool = True, **settings: object) -> HostShare:
-    common = {"layers": frozenset(), "modules": ("mlp",), "host_gib": host_gib, "host_unchecked": True}
-    config = SwapConfig(**common, **settings)  # type: ignore[arg-type]
-    return host_share(config, ARGS, swaps)
+    given = Settings(host_gib=host_gib, host_unchecked=True, **settings)  # type: ignore[arg-type]
+    return host_share(given, FACTS, swaps)
 
 
 def test_nothing_swaps() -> None:
@@ -48,10 +48,10 @@ def test_a_small_disk_leaves_state_as_much_room_as_none() -> None:
 
 
 def test_buffers_before_a_disk_are_counted() -> None:
-    found = share(1.0, auto=True, disk_dir=".", optimizer=1.0)
+    found = share(1.0, policy="auto", disk_dir=".", optimizer=1.0)
     assert found.buffers_bytes == 7 * (64 * MIB + 64 * 1024)
     assert found.optimizer_bytes == (GIB - found.buffers_bytes) // 2
-    assert share(1.0, auto=True).buffers_bytes == 0
+    assert share(1.0, policy="auto").buffers_bytes == 0
 
 
 def test_a_guard_swaps_no_layers_so_it_needs_no_buffers() -> None:
@@ -64,31 +64,31 @@ def test_a_guard_swaps_no_layers_so_it_needs_no_buffers() -> None:
 @pytest.mark.parametrize(
     ("host_gib", "settings"),
     [
-        (0.002, {"auto": True}), (0.007, {"optimizer": 1.0}), (0.0105, {"auto": True, "optimizer": 1.0}),
-        (0.028, {"auto": True, "optimizer": 1.0, "optimizer_auto": True}),
+        (0.002, {"policy": "auto"}), (0.007, {"optimizer": 1.0}), (0.0105, {"policy": "auto", "optimizer": 1.0}),
+        (0.028, {"policy": "auto", "optimizer": "auto"}),
     ],
 )
 def test_no_room_for_the_buffers(host_gib: float, settings: dict[str, object]) -> None:
     told = r"may be reserved \(--swap-host-gib .* buffers .* take .*: raise --swap-host-gib"
     with pytest.raises(HostMemoryError, match=told):
-        share(host_gib, disk_dir=".", swaps="auto" in settings, **settings)
+        share(host_gib, disk_dir=".", swaps="policy" in settings, **settings)
 
 
 def test_room_for_the_buffers_and_little_more() -> None:
-    for host_gib, settings in ((0.028, {"optimizer_auto": False}), (0.03, {"optimizer_auto": True})):
-        share(host_gib, disk_dir=".", auto=True, optimizer=1.0, **settings)
+    for host_gib, optimizer in ((0.028, 1.0), (0.03, "auto")):
+        share(host_gib, disk_dir=".", policy="auto", optimizer=optimizer)
 
 
 def test_less_than_a_page() -> None:
     with pytest.raises(HostMemoryError, match="raise --swap-host-gib"):
-        share(1e-6, auto=True)
+        share(1e-6, policy="auto")
 
 
 def test_activations_get_what_optimizer_state_leaves_once_it_is_built() -> None:
-    config = SwapConfig(
-        layers=frozenset(), modules=("mlp",), host_gib=1.0, host_unchecked=True, optimizer=1.0, oom_guard=True
+    config = Settings(
+        host_gib=1.0, host_unchecked=True, optimizer=1.0, oom_guard=True
     )
-    found = host_share(config, ARGS, swaps=True)
+    found = host_share(config, FACTS, swaps=True)
     state = found.reserve_state(config)
     assert (state.num_bytes, state.budget.limit_bytes) == (GIB - GIB // 4, GIB)
     pool = HostPool(limit=state.budget, pinned=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.inputs import (
+from megatron.swap.trainer.inputs import (
     HEAD,
     MARK,
     check_data,

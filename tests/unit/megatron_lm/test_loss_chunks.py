@@ -12,8 +12,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.arguments import swap_config
 from megatron.swap.megatron_lm.loss_chunks import DeferredLogits, chunk_loss
+from megatron.swap.trainer.command_line import swap_config
 from tests.unit.megatron_lm.test_arguments import parsed
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, MIB
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm import memory_needs as module
 from megatron.swap.megatron_lm.memory_needs import (
     MemoryNeeds,
@@ -25,10 +25,10 @@ from megatron.swap.memory.host_memory import HostCapacity, safe_host_bytes
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 24, 1024, 8 * 2048, 50304
 PARAMS = LAYERS * (12 * WIDTH**2 + 2 * WIDTH) + 2 * VOCABULARY * WIDTH + WIDTH
-ALL = SwapConfig(layers=frozenset(range(LAYERS)))
+ALL = Settings(layers="all")
 
 
-def arguments(**changes: Any) -> Namespace:
+def facts(**changes: Any) -> MegatronFacts:
     """The flags of MODEL=350m on a machine without a GPU."""
     flags = dict(  # noqa: C408
         num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=4 * WIDTH, num_attention_heads=16, kv_channels=64,
@@ -43,7 +43,7 @@ def arguments(**changes: Any) -> Namespace:
         optimizer_cpu_offload=False, use_distributed_optimizer=False, variable_seq_lengths=False,
         recompute_granularity=None, recompute_method=None, recompute_num_layers=None, local_rank=0,
     )  # fmt: skip
-    return Namespace(**{**flags, **changes})
+    return MegatronFacts.of(flags | changes)
 
 
 def capacity(available_gib: float, ranks: int = 1) -> HostCapacity:
@@ -52,14 +52,14 @@ def capacity(available_gib: float, ranks: int = 1) -> HostCapacity:
 
 def test_the_figures_of_350m():
     """In single precision 16 bytes a parameter, and 16 tensors as wide as the hidden state a layer."""
-    needs = memory_needs(arguments(), ALL, on_gpu=False)
+    needs = memory_needs(facts(), ALL, on_gpu=False)
     assert needs.model_bytes == 16 * PARAMS
     assert needs.activation_bytes == LAYERS * 16 * TOKENS * WIDTH * 4
 
 
 def test_what_a_gpu_holds():
     """18 bytes a parameter in bf16; swapped activations leave it, offloaded state too."""
-    args = arguments(bf16=True, accumulate_allreduce_grads_in_fp32=True)
+    args = facts(bf16=True, accumulate_allreduce_grads_in_fp32=True)
     assert memory_needs(args, ALL, on_gpu=True) == MemoryNeeds(18 * PARAMS)
     assert memory_needs(args, replace(ALL, optimizer=1.0), on_gpu=True) == MemoryNeeds(6 * PARAMS)
     assert memory_needs(args, replace(ALL, optimizer=1.0), on_gpu=False).model_bytes == 18 * PARAMS
@@ -79,36 +79,36 @@ def test_what_a_gpu_holds():
     ],
 )
 def test_the_model_of_a_rank_is_a_lower_bound(changes: dict[str, Any], num_bytes: int):
-    assert memory_needs(arguments(**changes), ALL, on_gpu=True).model_bytes == num_bytes
+    assert memory_needs(facts(**changes), ALL, on_gpu=True).model_bytes == num_bytes
 
 
 @pytest.mark.parametrize(
     ("changes", "config", "widths"),
     [
-        ({}, SwapConfig(layers=frozenset()), 16),  # unswapped: it is the same memory
+        ({}, Settings(), 16),  # unswapped: it is the same memory
         ({"recompute_granularity": "full", "recompute_method": "block"}, ALL, 1),
         ({"recompute_granularity": "selective"}, ALL, 1),
-        ({}, SwapConfig(layers=frozenset(), auto=True, memory_gib=1.0), 1),
+        ({}, Settings(memory_gib=1.0), 1),
         ({}, replace(ALL, recompute=("norm", "activation")), 16 - 2 - 4),
         ({"variable_seq_lengths": True}, ALL, 0),
         ({}, replace(ALL, disk_dir="/tmp"), 0),
     ],
 )
-def test_activations_without_a_gpu(changes: dict[str, Any], config: SwapConfig, widths: int):
-    needs = memory_needs(arguments(**changes), config, on_gpu=False)
+def test_activations_without_a_gpu(changes: dict[str, Any], config: Settings, widths: int):
+    needs = memory_needs(facts(**changes), config, on_gpu=False)
     assert needs.activation_bytes == LAYERS * widths * TOKENS * WIDTH * 4
 
 
 def test_too_much_for_the_host():
-    needs = memory_needs(arguments(), ALL, on_gpu=False)
+    needs = memory_needs(facts(), ALL, on_gpu=False)
     with pytest.raises(OutOfMemoryAhead) as caught:
-        check_host(needs, capacity(21.6), arguments())
+        check_host(needs, capacity(21.6), facts())
     for words in ("at least 30.04 GiB", "6.04 GiB for weights", "24.00 GiB for the activations", "8 x 2048 tokens",
                   "21.60 GiB are available", "--micro-batch-size", "--recompute-granularity full"):  # fmt: skip
         assert words in str(caught.value)
-    check_host(needs, capacity(30.1), arguments())
+    check_host(needs, capacity(30.1), facts())
     with pytest.raises(OutOfMemoryAhead, match="on each of 2 ranks"):
-        check_host(needs, capacity(60, ranks=2), arguments())
+        check_host(needs, capacity(60, ranks=2), facts())
 
 
 def test_a_cgroup_counts(tmp_path: Path):
@@ -120,9 +120,9 @@ def test_a_cgroup_counts(tmp_path: Path):
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    needs = memory_needs(arguments(), ALL, on_gpu=False)
+    needs = memory_needs(facts(), ALL, on_gpu=False)
     with pytest.raises(OutOfMemoryAhead, match=r"16.00 GiB are available .* 64.00 GiB, of which its cgroup may use 16"):
-        check_host(needs, safe_host_bytes(1, root=tmp_path), arguments())
+        check_host(needs, safe_host_bytes(1, root=tmp_path), facts())
 
 
 def test_too_much_for_the_gpu():
@@ -146,12 +146,12 @@ def test_host_memory_for_swapping_leaves_room_for_the_model(monkeypatch: pytest.
     host = HostCapacity(64 * GIB, 60 * GIB, None, 54 * GIB, "64 GiB", 6 * GIB)
     monkeypatch.setattr(module, "safe_host_bytes", lambda ranks: host)
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
-    left = check_memory(arguments(), ALL).capacity
+    left = check_memory(facts(), ALL).capacity
     assert left is not None
     assert 0 <= 54 * GIB - 16 * PARAMS - left.safe_bytes < MIB
     assert left.available_bytes == 60 * GIB - 16 * PARAMS
     assert left.reason.endswith("less 6.04 GiB a rank for model and optimizer")
-    huge = arguments(num_layers=240)
+    huge = facts(num_layers=240)
     with pytest.raises(OutOfMemoryAhead):
         check_memory(huge, ALL)
     check_memory(huge, replace(ALL, host_unchecked=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -14,7 +13,8 @@ import pytest
 
 from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
-from megatron.swap.forecast.flags import model_of, read_flags
+from megatron.swap.forecast.facts import MegatronFacts, model_of
+from megatron.swap.forecast.flags import read_flags
 from megatron.swap.forecast.gpus import GPUS, find_gpu
 from megatron.swap.forecast.kernels import recompute_inputs
 from megatron.swap.forecast.profiles import load_profile
@@ -227,7 +227,7 @@ class TestShapes:
     def test_megatrons_own_defaults_name_the_same_model(self) -> None:
         """Megatron's parser fills in defaults. A plan from raw flags must be for the same model."""
         raw = read_flags(f"{FLAGS} --vocab-size 31999 --tensor-model-parallel-size 2".split()).model
-        parsed = argparse.Namespace(
+        parsed = MegatronFacts(
             num_layers=16, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, num_query_groups=1,
             group_query_attention=False, kv_channels=128, seq_length=4096, micro_batch_size=4, vocab_size=31999,
             padded_vocab_size=None, make_vocab_size_divisible_by=128, transformer_impl="transformer_engine", bf16=True,
@@ -237,10 +237,10 @@ class TestShapes:
         )  # fmt: skip
         assert model_of(parsed) == raw
         assert raw.padded_vocab_size == 32000
-        assert model_of(argparse.Namespace(**{**vars(parsed), "padded_vocab_size": 32123})).padded_vocab_size == 32123
-        assert model_of(argparse.Namespace(**{**vars(parsed), "kv_channels": 64})).head_size == 64
+        assert model_of(replace(parsed, padded_vocab_size=32123)).padded_vocab_size == 32123
+        assert model_of(replace(parsed, kv_channels=64)).head_size == 64
         with pytest.raises(UsageError, match="give --vocab-size or --padded-vocab-size"):
-            model_of(argparse.Namespace(**{**vars(parsed), "vocab_size": None}))
+            model_of(replace(parsed, vocab_size=None))
 
 
 class TestWhatIf:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MIB, Site
 from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.reporting.summary import (
@@ -179,10 +179,10 @@ def test_a_plan_that_swaps_nothing_is_no_matter_of_sizes():
 
 
 def test_the_table_at_the_start_names_layers_tail_and_memory():
-    text = "\n".join(start_table(SwapConfig(layers=frozenset(range(24))), 24, 512 * MIB, 4096 * MIB))
+    text = "\n".join(start_table(Settings(layers="all"), 24, 512 * MIB, 4096 * MIB))
     for word in ("0-23 of 24", "all modules", "22-23", "512 MiB", "4.00 GiB"):
         assert word in text
-    config = SwapConfig(layers=frozenset({0, 1}), modules=("mlp",), prefetch_gib=2)
+    config = Settings(layers="0,1", modules=("mlp",), prefetch_gib=2)
     narrow = "\n".join(start_table(config, 24, 0, MIB))
     for word in ("0-1 of 24", "mlp", "none", "2.00 GiB"):
         assert word in narrow
@@ -192,7 +192,7 @@ def test_the_table_at_the_start_names_layers_tail_and_memory():
         PlanClass("5", {"norm/0": SitePlan("recompute")}), PlanClass("7", {}, ("layer",)),
     )  # fmt: skip
     plan = Plan(model, None, None, None, classes)
-    planned = "\n".join(start_table(SwapConfig(layers=frozenset(), plan=plan), 24, 0, MIB))
+    planned = "\n".join(start_table(Settings(plan=plan), 24, 0, MIB))
     recomputed = "recomputed       layers 5, 7 of"
     for word in ("0-3, 22-23 of 24: the sites that the plan names", "22-23: backward", recomputed):
         assert word in planned
@@ -219,8 +219,8 @@ def test_recomputed_bytes_add_up_and_reasons_are_told_once():
 
 
 def test_the_table_at_the_start_names_needs_first():
-    lines = start_table(SwapConfig(layers=frozenset({0})), 4, 0, MIB, needs="at least 1 GiB")
+    lines = start_table(Settings(layers="0"), 4, 0, MIB, needs="at least 1 GiB")
     assert lines[0] == "memory           at least 1 GiB"
     assert lines[1].startswith("chosen ")
-    auto = start_table(SwapConfig(layers=frozenset(), auto=True), 4, 0, MIB, needs="at least 1 GiB")
+    auto = start_table(Settings(policy="auto"), 4, 0, MIB, needs="at least 1 GiB")
     assert auto[0] == lines[0]

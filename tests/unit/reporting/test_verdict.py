@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.counters import Totals
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, MIB
 from megatron.swap.reporting.summary import CountedStep, RankReport, StepRecord
 from megatron.swap.reporting.verdict import verdict_lines
@@ -20,7 +20,8 @@ def report(saved_mib: int | None = 200, wait_ms: float = 1.25, reserved_bytes: i
 
 
 def lines(*reports: RankReport, **settings: Any) -> list[str]:
-    return verdict_lines(SwapConfig(**{"layers": frozenset({0}), **settings}), "0-23", reports or [report()])
+    layers = "none" if "memory_gib" in settings else "0-23"
+    return verdict_lines(Settings(**{"layers": layers, **settings}), reports or [report()])
 
 
 def test_what_swapping_did():
@@ -44,8 +45,8 @@ def test_a_run_that_ended_before_its_plan():
     ("settings", "words"),
     [
         ({}, "--swap-layers none in place of --swap-layers 0-23 prints the same losses"),
-        ({"auto": True, "memory_gib": 1.0}, "--swap-layers none in place of --swap-memory-gib prints"),
-        ({"layers": frozenset(), "recompute": ("norm",)}, "--swap-layers none in place of the --swap- flags prints"),
+        ({"memory_gib": 1.0}, "--swap-layers none in place of --swap-memory-gib prints"),
+        ({"layers": "none", "recompute": ("norm",)}, "--swap-layers none in place of the --swap- flags prints"),
     ],
 )
 def test_next_on_a_machine_without_a_gpu(settings: dict[str, Any], words: str):
@@ -61,7 +62,7 @@ def test_next_on_a_machine_without_a_gpu(settings: dict[str, Any], words: str):
     [
         ({}, "--swap-memory-gib 27 in place of --swap-layers 0-23: the fastest plan within the memory of this run"),
         ({"auto": True, "memory_gib": 1.0, "save_plan": "p.json"}, "--swap-plan p.json in place of --swap-memory-gib "),
-        ({"auto": True, "memory_gib": 1.0}, "--swap-save-plan FILE writes the plan"),
+        ({"memory_gib": 1.0}, "--swap-save-plan FILE writes the plan"),
     ],
 )
 def test_next_with_a_gpu(settings: dict[str, Any], line: str):

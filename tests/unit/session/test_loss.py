@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.plan import Model
-from megatron.swap.session.loss import RunLoss
+from megatron.swap.common.settings import Settings
+from megatron.swap.run.loss import RunLoss
 
 MODEL = Model(32, 4096, 14336, 32, 8, 8192, 1, 128256, "transformer_engine", "bf16", gated=True)
 
 
 def run_loss(model: Model = MODEL, **settings: object) -> RunLoss:
-    return RunLoss(SwapConfig(layers=frozenset(), **settings), lambda: model, lambda: False)  # type: ignore[arg-type]
+    return RunLoss(Settings(**settings), lambda: model, lambda: False)  # type: ignore[arg-type]
 
 
 def test_the_number_stays_from_the_first_forward_with_gradients_on() -> None:
     model = replace(MODEL, seq_length=1)
-    loss = RunLoss(SwapConfig(layers=frozenset(), loss_chunks="auto"), lambda: model, lambda: False)
+    loss = RunLoss(Settings(loss_chunks="auto"), lambda: model, lambda: False)
     with torch.no_grad():
         assert loss.num_chunks == 1  # the batch is not known yet
     model = MODEL
@@ -35,7 +35,7 @@ def test_a_given_number_needs_no_model() -> None:
     def ask() -> Any:
         pytest.fail("asked")
 
-    assert RunLoss(SwapConfig(layers=frozenset(), loss_chunks=7), ask, ask).num_chunks == 7
+    assert RunLoss(Settings(loss_chunks=7), ask, ask).num_chunks == 7
 
 
 def test_without_the_flag_no_model_is_touched() -> None:
@@ -64,7 +64,7 @@ def test_the_line(settings: dict[str, object], model: Model, budget_gib: float |
 
 def test_a_sum_in_fp32_is_told() -> None:
     """Without fused gradients it takes 2 GiB here: of half the tokens, chunks would save less."""
-    auto = SwapConfig(layers=frozenset(), loss_chunks="auto")
+    auto = Settings(loss_chunks="auto")
     line = RunLoss(auto, lambda: MODEL, lambda: True).step_ended(None)
     assert line == "--swap-loss-chunks auto: the loss runs in 32 chunks and takes 2.21 GiB"
     short = replace(MODEL, seq_length=4096)

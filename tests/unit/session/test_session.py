@@ -13,12 +13,12 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.training import training
 from torch import nn
 
+from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.types import MIB, UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.memory.disk_file import DiskError
 from megatron.swap.patches import registry
-from megatron.swap.session import parts
-from megatron.swap.session.session import SwapSession
+from megatron.swap.run import parts
+from megatron.swap.trainer.session import SwapSession
 
 
 def arguments(*flags: str) -> argparse.Namespace:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.counters import Counters
+from megatron.swap.common.settings import Settings
 from megatron.swap.engine.oom_guard import Rescue
-from megatron.swap.session.console import Console
-from megatron.swap.session.steps import NUM_UNREAD, StepLog
+from megatron.swap.run.console import Console
+from megatron.swap.run.steps import NUM_UNREAD, StepLog
 
 
 class Run:
@@ -25,7 +25,7 @@ class Run:
         self.num_retries = 0
         self.manager: Any = SimpleNamespace(counters=self.counters, guard=SimpleNamespace(take_rescues=self.take))
         self.device: Any = SimpleNamespace(take_retries=lambda: self.num_retries)
-        self.log = StepLog(SwapConfig(frozenset(), summary=summary), Console("quiet", 0, 1))
+        self.log = StepLog(Settings(summary=summary), Console("quiet", 0, 1))
         self.number = 0
 
     def take(self) -> list[Rescue]:

@@ -13,12 +13,13 @@ from megatron.core.transformer import attention
 from torch import nn
 
 from megatron.swap.common.types import PRODUCERS, UsageError
-from megatron.swap.megatron_lm.arguments import swap_config
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.patches import compile_helpers, registry, te_weight_copies
 from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
-from megatron.swap.session import prepare as preparation
-from megatron.swap.session.session import SwapSession
-from megatron.swap.session.upstream import patches_of, patches_of_model
+from megatron.swap.run.upstream import patches_of, patches_of_model
+from megatron.swap.trainer import prepare as preparation
+from megatron.swap.trainer.command_line import swap_config
+from megatron.swap.trainer.session import SwapSession
 from tests.unit.session.test_session import arguments
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
@@ -86,7 +87,7 @@ def files(patches: Sequence[Patch]) -> set[str]:
 )  # fmt: skip
 def test_what_a_run_needs(flags: str, kinds: tuple[str, ...], needs: set[str], optional: set[str]) -> None:
     args = arguments(*flags.split())
-    patches = patches_of(args, swap_config(args), kinds, SimpleNamespace(**dict.fromkeys(
+    patches = patches_of(MegatronFacts.of(vars(args)), swap_config(args), kinds, SimpleNamespace(**dict.fromkeys(
         ("on_begin", "on_finish", "on_iteration", "on_main_param_created", "on_optimizer_built")
     )))  # type: ignore[arg-type]  # fmt: skip
     assert (files(patches.needs), files(patches.optional)) == (needs, optional)
@@ -104,7 +105,7 @@ def test_numbers_of_tokens_of_experts_pass_the_copies(
     args.num_experts = num_experts
     config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
+    patches = patches_of_model(MegatronFacts.of(vars(args)), config, (), events)  # type: ignore[arg-type]
     assert ("token_counts" in files(patches.optional)) == (num_experts is not None and has_gpu)
 
 
@@ -125,7 +126,7 @@ def test_copies_of_weights_in_8_bits_have_memory_of_their_own(
     args.fp8, args.transformer_impl, args.apply_rope_fusion = fp8, spec, True
     config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
+    patches = patches_of_model(MegatronFacts.of(vars(args)), config, (), events)  # type: ignore[arg-type]
     found = [patch for patch in patches.optional if patch.file == "patches/te_weight_copies.py"]
     assert len(found) == (len(te_weight_copies.MODULES) if is_patched else 0)
     assert "te_weight_copies" not in files(patches.needs)
@@ -148,7 +149,7 @@ def test_fused_gradients_of_weights_without_copies_need_their_patch(
     args.gradient_accumulation_fusion, args.fp8_param_gather, args.apply_rope_fusion = is_fused, False, False
     config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
+    patches = patches_of_model(MegatronFacts.of(vars(args)), config, (), events)  # type: ignore[arg-type]
     assert ("te_restored_weight" in files(patches.needs)) == needs_it
     assert "te_restored_weight" not in files(patches.optional)
 

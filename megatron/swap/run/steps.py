@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from megatron.swap.common.collectives import is_last_rank
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.counters import Totals
+from megatron.swap.common.settings import Settings
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.reporting.summary import StepRecord, idle_line, refused_lines, rescue_lines, scalars, step_line
-from megatron.swap.session.console import Console
+from megatron.swap.run.console import Console
 
 NUM_UNREAD = 256
 """Losses that stay on the device until all of them are read at once: each takes 512 bytes of a GPU."""
@@ -29,9 +29,9 @@ class StepLog:
         records: one per iteration with ``--swap-summary``; else the sum of all but the last, and the last.
     """
 
-    def __init__(self, config: SwapConfig, console: Console) -> None:
+    def __init__(self, settings: Settings, console: Console) -> None:
         self.records: list[StepRecord] = []
-        self._config = config
+        self._settings = settings
         self._console = console
         self._totals = Totals()
         self._num_refused_said = 0
@@ -56,7 +56,7 @@ class StepLog:
         rescues = manager.guard.take_rescues() if manager is not None else []
         self._console.say_here(rescue_lines(rescues))
         # The loss is read later: reading it now would make the host wait for the device.
-        loss = next(iter(losses.values()), None) if self._config.summary is not None else None
+        loss = next(iter(losses.values()), None) if self._settings.summary is not None else None
         step = StepRecord(
             iteration=iteration,
             moved=moved,
@@ -75,7 +75,7 @@ class StepLog:
         """Reduce what is kept of the steps so far. Only the last step's layers are reported."""
         if not self.records:
             return
-        if self._config.summary is None:
+        if self._settings.summary is None:
             self.records = [self.records[0].plus(self.records[1])] if len(self.records) > 1 else self.records
             return
         last = self.records[-1]
@@ -92,7 +92,7 @@ class StepLog:
         lines = refused_lines(refused[self._num_refused_said :])
         self._num_refused_said = len(refused)
         if len(self.records) == 1:
-            lines += [idle_line(kind) for kind in self._config.recompute if not recomputer.spared_bytes[kind]]
+            lines += [idle_line(kind) for kind in self._settings.recompute if not recomputer.spared_bytes[kind]]
         self._console.say_here(lines)
 
     def show(self, step: StepRecord, peak_bytes: int | None, writer: Any) -> None:

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron.swap.common.command_line import CommandLine, is_flag, plain_name
 from megatron.swap.common.failures import report_errors
+from megatron.swap.common.flag_names import is_flag, plain_name
+from megatron.swap.common.flags import CommandLine, add_swap_flags, settings_of
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import SwapError, UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
-from megatron.swap.megatron_lm.compatibility import check_flags
+from megatron.swap.forecast.facts import MegatronFacts
+from megatron.swap.megatron_lm.checks import check_settings
 from megatron.swap.patches import registry, setup_model_and_optimizer, train
 from megatron.swap.patches.registry import PatchError
+from megatron.swap.trainer.checks import check_flags
 
 
 def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -41,6 +44,18 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser._action_groups[:] = [*ours, *theirs]
     parser.add_argument("--help-swap", action=_HelpSwap, groups=ours, help="show the --swap-… flags alone and exit")
     return parser
+
+
+def swap_config(args: argparse.Namespace) -> Settings:
+    """Return the checked settings of Megatron's parsed arguments.
+
+    Raises:
+        UsageError: a malformed or impossible value, a plan for another model, or a Megatron flag that is
+            incompatible with swapping.
+    """
+    settings = settings_of(args)
+    check_settings(MegatronFacts.of(vars(args)), settings)
+    return settings
 
 
 class _TrainingCommandLine(CommandLine):

@@ -8,10 +8,10 @@ import torch
 
 from megatron.swap.common.failures import report_errors
 from megatron.swap.common.types import SwapError
-from megatron.swap.megatron_lm.inputs import refuse_empty_part
 from megatron.swap.patches import compile_helpers, cpu, registry
 from megatron.swap.patches.empty_part import empty_part_patch
 from megatron.swap.patches.registry import AppliedPatches, PatchError
+from megatron.swap.trainer.inputs import refuse_empty_part
 
 _applied: list[AppliedPatches] = []
 

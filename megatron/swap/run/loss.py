@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.plan import Model
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, format_bytes
 from megatron.swap.forecast.loss_chunks import choose_num_chunks, loss_bytes
 from megatron.swap.megatron_lm.loss_chunks import chunk_loss
@@ -21,13 +21,13 @@ class RunLoss:
     """Runs a model's loss in chunks if the settings say so.
 
     Args:
-        config: the settings.
+        settings: the settings.
         describe: returns the shape of the model; called in the first forward or later.
         has_sum: returns whether several chunks hold a sum (``loss_bytes``); called as ``describe``.
     """
 
-    def __init__(self, config: SwapConfig, describe: Callable[[], Model], has_sum: Callable[[], bool]) -> None:
-        self._config = config
+    def __init__(self, settings: Settings, describe: Callable[[], Model], has_sum: Callable[[], bool]) -> None:
+        self._settings = settings
         self._describe = describe
         self._has_sum = has_sum
         self._is_told = False
@@ -39,7 +39,7 @@ class RunLoss:
 
         A model that exists may run without gradients before, when the length of its sequences is not known yet.
         """
-        asked = self._config.loss_chunks
+        asked = self._settings.loss_chunks
         if asked != "auto":
             return asked or 1
         chosen = self._chosen or choose_num_chunks(self._describe(), self._has_sum())
@@ -53,7 +53,7 @@ class RunLoss:
         Raises:
             UsageError: the model's loss does not run in chunks.
         """
-        if self._config.loss_chunks is None:
+        if self._settings.loss_chunks is None:
             return lambda: None
         return chunk_loss(chunk, lambda: self.num_chunks)
 
@@ -66,11 +66,11 @@ class RunLoss:
         if self._is_told:
             return None
         self._is_told = True
-        if self._config.loss_chunks == "auto":
+        if self._settings.loss_chunks == "auto":
             peak_bytes = loss_bytes(self._describe(), self.num_chunks, self._has_sum()).peak
             as_a_whole = "as a whole" if self.num_chunks == 1 else f"in {self.num_chunks} chunks"
             return f"--swap-loss-chunks auto: the loss runs {as_a_whole} and takes {format_bytes(peak_bytes)}"
-        if self._config.loss_chunks is not None or budget_gib is None:
+        if self._settings.loss_chunks is not None or budget_gib is None:
             return None
         model = self._describe()
         has_sum = self._has_sum()

@@ -1,15 +1,15 @@
-"""Parsers of command lines that tell a mistake in a paragraph: what was given, and the nearest flag or its help."""
+"""The command line: its parser, and the ``--swap-`` flags that the fields of ``Settings`` give."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, NoReturn
 
-DASHES = "-‐‑‒–—−"
-"""A flag that was copied from a page may begin with any of them."""
+from megatron.swap.common.flag_names import is_flag, nearest_flag
+from megatron.swap.common.settings import FLAGS, GROUPS, Settings, flag_of, is_switch
+
 MOST_UNKNOWN = 4
 """Unknown flags that an error names; more are counted."""
 
@@ -49,28 +49,45 @@ class CommandLine(argparse.ArgumentParser):
         return "\n".join(lines)
 
 
-def is_flag(word: str) -> bool:
-    """Whether ``word`` of a command line is meant as a flag, such as ``--name`` or ``–name``, not ``-1``."""
-    return word[:1] in DASHES and plain_name(word)[:1].isalpha()
-
-
-def nearest_flag(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the flag of ``known`` that ``word`` probably stands for, or ``None``.
+def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``--swap-`` flags.
 
     Args:
-        word: as it was given, such as ``--swap_layer``.
-        known: names with their dashes, such as ``--swap-layers``.
-        cutoff: least similarity, 0 to 1, of a name that does not begin with ``word``.
+        parser: Megatron's, or any other.
+
+    Returns:
+        The same parser.
     """
-    names = {plain_name(flag): flag for flag in known}
-    wanted = plain_name(word)
-    begun = [name for name in names if name.startswith(wanted)]
-    found = begun if len(begun) == 1 else difflib.get_close_matches(
-        wanted, begun or names, n=1, cutoff=0.6 if begun else cutoff
-    )
-    return names[found[0]] if found else None
+    for group, names in groupby(FLAGS, lambda name: FLAGS[name].group):
+        add = parser.add_argument_group(f"swap: {group}", GROUPS[group]).add_argument
+        for name in names:
+            flag = FLAGS[name]
+            if is_switch(name):
+                add(flag_of(name), nargs=0, action=_Switch, beside=flag.beside, default=False, help=flag.help)
+            else:
+                options: dict[str, Any] = {"type": flag.number} if flag.number is not None else {}
+                if flag.takes_several:
+                    options["nargs"] = "+"
+                add(flag_of(name), metavar=flag.metavar, choices=flag.choices or None, help=flag.help, **options)
+    return parser
 
 
-def plain_name(flag: str) -> str:
-    """Return ``flag`` without dashes in front, in small letters and with ``-`` between its words."""
-    return flag.strip(DASHES).replace("_", "-").lower()
+class _Switch(argparse.Action):
+    """Sets its own name, and those ``beside`` it."""
+
+    def __init__(self, *arguments: Any, beside: tuple[str, ...], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._names = (self.dest, *beside)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        for name in self._names:
+            setattr(namespace, name, True)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Return the settings of a command line that was parsed with the flags of ``add_swap_flags``.
+
+    Raises:
+        UsageError: as ``Settings``.
+    """
+    return Settings.of({name: getattr(args, f"swap_{name}") for name in FLAGS}, of_trainer=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,30 +13,28 @@ import torch
 from torch import nn
 
 from megatron.swap.autotune.training_steps import TrainingSteps
-from megatron.swap.common.config import LAYER_SYNTAX
 from megatron.swap.common.counters import Totals
-from megatron.swap.common.layer_ranges import format_ranges
-from megatron.swap.common.plan import check_model, load_plan
+from megatron.swap.common.plan import check_model
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import INSTALL
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.engine.layer_hooks import NotCopied, in_backward
-from megatron.swap.forecast.flags import model_of
-from megatron.swap.megatron_lm.arguments import swap_config
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.built_model import (
-    args_of,
     blocks_of,
     check_optimizer,
-    note_batch,
-    parse_settings,
+    facts_of,
     unwrapped,
+    with_batch,
 )
+from megatron.swap.megatron_lm.checks import check_settings
 from megatron.swap.megatron_lm.layer import has_own_checkpointed_forward
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.native.guarding import build_guard
 from megatron.swap.patches import linear_weight_gradients
-from megatron.swap.session.console import LogConsole
-from megatron.swap.session.model_swap import ModelSwap
-from megatron.swap.session.shared_patches import SHARED
+from megatron.swap.run.console import LogConsole
+from megatron.swap.run.model_swap import ModelSwap
+from megatron.swap.run.shared_patches import SHARED
 
 
 @INSTALL.errors()
@@ -82,22 +79,22 @@ def install(
         HostMemoryError: the host has less memory than is needed at least.
         PatchError: this Megatron lacks what the settings need.
     """
-    flags = parse_settings(_settings({"memory_gib": memory_gib, "layers": layers, "plan": plan}, config))
+    settings = _settings({"memory_gib": memory_gib, "layers": layers, "plan": plan}, config)
     chunks, is_data_parallel = unwrapped(model)
     check_optimizer(optimizer, chunks)
     _check_free(chunks, optimizer)
-    args = args_of(chunks, optimizer, flags)
-    of_plan = None if flags.swap_plan is None else load_plan(flags.swap_plan).model
-    if of_plan is not None:  # the model's batches are not known yet: compared in the first step
-        args.seq_length, args.micro_batch_size = of_plan.seq_length, of_plan.micro_batch_size
-    found = swap_config(args)
-    if not found.attaches:
+    facts = facts_of(chunks, optimizer)
+    if settings.plan is not None:  # the model's batches are not known yet: compared in the first step
+        of_plan = settings.plan.model
+        facts = replace(facts, seq_length=of_plan.seq_length, micro_batch_size=of_plan.micro_batch_size)
+    check_settings(facts, settings)
+    if not settings.attaches:
         raise UsageError("install: nothing is to be swapped. Give memory_gib, layers or plan.")
-    if found.optimizer and optimizer is None:
-        raise UsageError(f"optimizer {found.optimizer:g}: there is no optimizer. Pass Megatron's to install.")
-    if found.oom_guard:
+    if settings.optimizer and optimizer is None:
+        raise UsageError(f"optimizer {settings.optimizer}: there is no optimizer. Pass Megatron's to install.")
+    if settings.oom_guard:
         build_guard(on_gpu=torch.cuda.is_available())
-    swapped = BuiltSwap(args, found)
+    swapped = BuiltSwap(facts, settings)
     try:
         swapped._begin(chunks, is_data_parallel=is_data_parallel, optimizer=optimizer)
     except BaseException:
@@ -106,11 +103,11 @@ def install(
     return swapped
 
 
-def _settings(given: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
+def _settings(given: Mapping[str, Any], config: Mapping[str, Any] | None) -> Settings:
     """Return all settings, those of ``config`` included.
 
     Raises:
-        UsageError: ``config`` is no mapping, repeats an argument, or ``layers`` are no numbers.
+        UsageError: ``config`` is no mapping, or repeats an argument.
     """
     config = {} if config is None else config
     if not isinstance(config, Mapping):
@@ -118,13 +115,7 @@ def _settings(given: Mapping[str, Any], config: Mapping[str, Any] | None) -> dic
     for name, value in given.items():
         if value is not None and name in config:
             raise UsageError(f"{name} is given twice: as an argument and in config. Leave one out.")
-    layers = given["layers"]
-    if layers is not None and not isinstance(layers, str):
-        numbers: list[Any] = list(layers) if isinstance(layers, Iterable) else [None]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise UsageError(f"layers {layers!r}: must be text ({LAYER_SYNTAX}) or numbers, such as [0, 1].")
-        layers = format_ranges(sorted(set(numbers))) or "none"
-    return {**given, "layers": layers, **config}
+    return Settings.of({**given, **config})
 
 
 def _check_free(chunks: Sequence[nn.Module], optimizer: Any) -> None:
@@ -186,12 +177,11 @@ class BuiltStats:
 class BuiltSwap(ModelSwap, NotCopied):
     """A model whose layers swap, until ``close`` or the end of its ``with``. Made by ``install``."""
 
-    def __init__(self, args: Namespace, config: Any) -> None:
+    def __init__(self, facts: MegatronFacts, settings: Settings) -> None:
         self._steps = TrainingSteps(self._end_step)
         num_micro_batches = lambda: self._steps.num_micro_batches  # noqa: E731
-        console = LogConsole(config.log_level, args.rank, args.world_size)
-        super().__init__(args, config, MemoryCheck(None, None), num_micro_batches, console, has_verdict=False)
-        self._args = args
+        console = LogConsole(settings.log_level, facts.rank, facts.world_size)
+        super().__init__(facts, settings, MemoryCheck(None, None), num_micro_batches, console, has_verdict=False)
         self._last: BuiltStats | None = None
         self._chunks: list[nn.Module] = []
         self._optimizer: Any = None
@@ -208,7 +198,7 @@ class BuiltSwap(ModelSwap, NotCopied):
         self._chunks, self._optimizer = chunks, optimizer
         self._undo += map(self._refuse_copies_of, chunks)
         own = [has_own_checkpointed_forward(block) for chunk in chunks for block in blocks_of(chunk)]
-        applied = SHARED.add(self, self._args, self.config, self.planned.kinds, patches_full=not all(own))
+        applied = SHARED.add(self, self.facts, self.settings, self.planned.kinds, patches_full=not all(own))
         self._undo.append(functools.partial(SHARED.remove, self))
         self._say_lost(applied)
         self._lacks_fusion = any(misfit.patch is linear_weight_gradients.PATCH for misfit in applied.left_out)
@@ -216,7 +206,7 @@ class BuiltSwap(ModelSwap, NotCopied):
             self._attach(chunks)
         else:
             self.attach(chunks)
-        if self.config.optimizer:
+        if self.settings.offload_fraction:
             self._attached_optimizer_swap().take_over(optimizer)
             self._reserve_host_memory()
         # Before all other hooks: the step that is over must have ended when they see the next one.
@@ -245,9 +235,9 @@ class BuiltSwap(ModelSwap, NotCopied):
             return
         self._steps.forward_begins()
         if self._steps.number == 0 and self._steps.num_forwards == 1:
-            note_batch(self._args, arguments, options)
-            if self.config.plan is not None:
-                check_model(self.config.plan, model_of(self._args), f"plan {self.config.plan_file}")
+            self.facts = with_batch(self.facts, arguments, options)
+            if (plan := self.settings.plan) is not None:
+                check_model(plan, self.describe(), f"plan {plan.file}")
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         """Return the context for the forward of ``block``, which may be another model's, with full recomputation."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
@@ -33,16 +33,16 @@ class RunDevice:
         counted: the last step that was counted under the present plan; ``None``: none was.
     """
 
-    def __init__(self, config: SwapConfig, rank: int, ranges: Ranges, *, has_verdict: bool) -> None:
-        self._config = config
+    def __init__(self, settings: Settings, rank: int, ranges: Ranges, *, has_verdict: bool) -> None:
+        self._settings = settings
         self._rank = rank
         self._ranges = ranges
-        counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
-        says_verdict = has_verdict and config.acts and config.log_level != "quiet"
+        counts = settings.summary is not None or (settings.auto and not torch.cuda.is_available())
+        says_verdict = has_verdict and settings.acts and settings.log_level != "quiet"
         self.observer = Observer(is_always_on=counts) if counts or says_verdict else None
         self.counted: CountedStep | None = None
         self._num_left = NUM_COUNTED
-        if self.observer is not None and not config.auto:
+        if self.observer is not None and not settings.auto:
             self.observer.count_steps(NUM_COUNTED)
 
     def step_ended(self, iteration: int, *, is_settled: bool) -> None:
@@ -69,7 +69,7 @@ class RunDevice:
         if torch.cuda.is_available():
             return CudaDevice()
         return EmulatedDevice(
-            self._config.cpu_delay_ms / 1e3, self._rank, self._ranges, self._config.cpu_memory_gib
+            self._settings.cpu_delay_ms / 1e3, self._rank, self._ranges, self._settings.cpu_memory_gib
         )
 
     def make(self) -> None:
@@ -82,7 +82,7 @@ class RunDevice:
         Raises:
             UsageError: says what they take.
         """
-        given_gib = self._config.cpu_memory_gib
+        given_gib = self._settings.cpu_memory_gib
         params = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
         gradient_bytes = sum(param.numel() * param.element_size() for param in params)
         if given_gib is not None and given_gib * GIB <= gradient_bytes:

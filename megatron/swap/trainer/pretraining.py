@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.compatibility import check_forward_step, check_is_gpt, check_layer_spec
-from megatron.swap.megatron_lm.versions import gpt_provider, has_model_config, model_config_of, pretrain_call
+from megatron.swap.megatron_lm.layer_specs import has_model_config
 from megatron.swap.megatron_lm.weight_gradients import lacks_kernel
 from megatron.swap.patches.weight_gradient_kernel import APEX_MODULE
-from megatron.swap.session.refusals import told_refusals
-from megatron.swap.session.session import SwapSession
-from megatron.swap.session.upstream import refuse_fusion_without_kernel
+from megatron.swap.trainer.checks import check_forward_step, check_is_gpt, check_layer_spec
+from megatron.swap.trainer.refusals import told_refusals
+from megatron.swap.trainer.session import SwapSession
+from megatron.swap.trainer.upstream import refuse_fusion_without_kernel
+from megatron.swap.trainer.versions import gpt_provider, model_config_of, pretrain_call
 
 
 def pretrain(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.log import logger
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MemoryRow
 from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.megatron_lm.optimizer_adapter import unchained
@@ -18,8 +18,8 @@ from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
 from megatron.swap.reporting import memory_report
 from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary, device_line, layer_table, write_json
 from megatron.swap.reporting.verdict import verdict_lines
-from megatron.swap.session.parts import ActivationParts
-from megatron.swap.session.run_device import RunDevice
+from megatron.swap.run.parts import ActivationParts
+from megatron.swap.run.run_device import RunDevice
 
 
 def report_of(
@@ -90,14 +90,13 @@ def write_summary(
 
 
 def lines_of(
-    summary: dict[str, Any], config: SwapConfig, swap_layers: str | None, reports: Sequence[RankReport], *, swaps: bool
+    summary: dict[str, Any], settings: Settings, reports: Sequence[RankReport], *, swaps: bool
 ) -> list[str]:
     """Return what is printed at the end: the table of layers, a line on the device's allocator, and the verdict.
 
     Args:
-        swap_layers: the value of ``--swap-layers``.
         swaps: whether layers were to be swapped.
     """
     device = device_line(summary, expands_segments())
-    verdict = [f" swap: {line}" for line in verdict_lines(config, swap_layers, reports)] if swaps else []
+    verdict = [f" swap: {line}" for line in verdict_lines(settings, reports)] if swaps else []
     return [layer_table(summary, swaps), *([] if device is None else [device]), *verdict]

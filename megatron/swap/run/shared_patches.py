@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from argparse import Namespace
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.settings import Settings
 from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.patches import registry
 from megatron.swap.patches.registry import AppliedPatches
-from megatron.swap.session.upstream import ModelEvents, patches_of_model
+from megatron.swap.run.upstream import ModelEvents, patches_of_model
 
 
 class SharedPatches:
@@ -33,12 +33,18 @@ class SharedPatches:
         return [model for reference in self._models if (model := reference()) is not None]
 
     def add(
-        self, model: ModelEvents, args: Namespace, config: SwapConfig, kinds: Collection[str], *, patches_full: bool
+        self,
+        model: ModelEvents,
+        facts: MegatronFacts,
+        settings: Settings,
+        kinds: Collection[str],
+        *,
+        patches_full: bool,
     ) -> AppliedPatches:
         """Apply what ``model`` needs and no other model has applied.
 
         Args:
-            args, config, kinds, patches_full: as for ``patches_of_model``.
+            facts, settings, kinds, patches_full: as for ``patches_of_model``.
 
         Returns:
             The patches that were applied for this model; ``left_out`` are all that it goes without.
@@ -46,7 +52,7 @@ class SharedPatches:
         Raises:
             PatchError: this Megatron lacks what the model needs, or a run of Megatron's trainer has it patched.
         """
-        patches = patches_of_model(args, config, kinds, self, patches_full=patches_full)
+        patches = patches_of_model(facts, settings, kinds, self, patches_full=patches_full)
         there = {symbol for applied in self._applied for symbol in applied.symbols}
         applied = registry.apply(
             [patch for patch in patches.needs if patch.symbol not in there],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -14,12 +12,13 @@ from torch import nn
 from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.autotune.target import Output, RunParts
 from megatron.swap.autotune.training_steps import read_checks
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.plan import Model
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.forecast.flags import has_sum_in_loss, model_of
+from megatron.swap.forecast.facts import MegatronFacts, has_sum_in_loss, model_of
 from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.fp8_weights import recompute_weights
 from megatron.swap.megatron_lm.layer import check_one_stack, check_stacks, pipeline_rank
@@ -30,27 +29,27 @@ from megatron.swap.patches.registry import AppliedPatches
 from megatron.swap.planner.profile import OffloadedState
 from megatron.swap.profiling.profiler import Profiler
 from megatron.swap.reporting.summary import StepRecord, start_table
-from megatron.swap.session.console import Console
-from megatron.swap.session.loss import RunLoss
-from megatron.swap.session.parts import ActivationParts, Planned
-from megatron.swap.session.run_device import RunDevice
-from megatron.swap.session.steps import StepLog
-from megatron.swap.session.upstream import refuse_fusion
+from megatron.swap.run.console import Console
+from megatron.swap.run.loss import RunLoss
+from megatron.swap.run.parts import ActivationParts, Planned
+from megatron.swap.run.run_device import RunDevice
+from megatron.swap.run.steps import StepLog
+from megatron.swap.run.upstream import refuse_fusion
 
 
 class ModelSwap:
     """Swaps activations and optimizer state of this rank's model chunks.
 
     Args:
-        args: Megatron's parsed arguments, or what they would be for this model.
-        config: the settings.
+        facts: of the model.
+        settings: the settings.
         memory: what the model needs beside what there is.
         num_micro_batches: returns the number of micro-batches of the current step.
         console: takes lines for users.
         has_verdict: the first steps are counted, for the lines at the end of a run.
 
     Attributes:
-        config: the settings.
+        settings: the settings.
         run_device: this rank's device.
         auto: plans while training; ``None``: the policy is fixed.
         parts: the parts that swap activations; ``None`` before the model is built, where saved tensors are not touched,
@@ -62,34 +61,37 @@ class ModelSwap:
 
     def __init__(
         self,
-        args: Namespace,
-        config: SwapConfig,
+        facts: MegatronFacts,
+        settings: Settings,
         memory: MemoryCheck,
         num_micro_batches: Callable[[], int],
         console: Console,
         *,
         has_verdict: bool,
     ) -> None:
-        self.config = config
+        self.settings = settings
+        self.facts = facts
         self._console = console
         self._ranges = Ranges()
-        self.run_device = RunDevice(config, args.rank, self._ranges, has_verdict=has_verdict)
+        self.run_device = RunDevice(settings, facts.rank, self._ranges, has_verdict=has_verdict)
         self._num_micro_batches = num_micro_batches
-        self.planned = Planned.of(args, config, memory)
+        self.planned = Planned.of(facts, settings, memory, self.describe)
         self.parts: ActivationParts | None = None
         self.optimizer_swap: OptimizerSwap | None = None
         self.auto: AutoPlan | None = None
-        self._loss = RunLoss(
-            config, functools.partial(model_of, args), functools.partial(has_sum_in_loss, args)
-        )
-        self.step_log = StepLog(config, console)
+        self._loss = RunLoss(settings, self.describe, lambda: has_sum_in_loss(self.facts))
+        self.step_log = StepLog(settings, console)
         self._profiler: Profiler | None = None
-        if config.profile is not None:
+        if settings.profile is not None:
             allocated = self.run_device.allocated_bytes
-            self._profiler = Profiler(config.profile, *config.profile_steps, args.rank, self._ranges, allocated)
+            self._profiler = Profiler(settings.profile, *settings.profile_steps, facts.rank, self._ranges, allocated)
         self._is_attached = False
         self._lacks_fusion = False
         self._undo: list[Callable[[], None]] = []
+
+    def describe(self) -> Model:
+        """Return the model that trains, as far as its facts are known now."""
+        return model_of(self.facts, self.settings.chosen_fp8_weights)
 
     def _say_lost(self, applied: AppliedPatches) -> None:
         """Say which features are lost with the patches that do not fit."""
@@ -114,40 +116,40 @@ class ModelSwap:
                 fuses gradient accumulation in a Megatron where that loses gradients.
         """
         for chunk in chunks:
-            if self.config.acts or self.config.optimizer:
+            if self.settings.acts or self.settings.offload_fraction:
                 # They only have to be held until everything is closed.
                 self._undo.append(accumulators.hold_grad_accumulators(chunk).clear)
         self._attach(chunks)
         return chunks
 
     def _attach(self, chunks: Sequence[nn.Module]) -> None:
-        if self.config.acts:
+        if self.settings.acts:
             check_stacks(chunks)
-        if self.config.auto:
+        if self.settings.auto:
             check_one_stack(chunks)
         if self._lacks_fusion:
             refuse_fusion(chunks)
         self._is_attached = True
         self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
         self.run_device.check_room(chunks)
-        config, observer = self.config, self.run_device.observer
+        settings, observer = self.settings, self.run_device.observer
         for chunk in chunks:
             self._undo.append(self._loss.attach(chunk))
-            if config.recomputes_fp8_weights:
+            if settings.recomputes_fp8_weights:
                 self._undo.append(recompute_weights(chunk))
-            if config.acts or observer is not None:
+            if settings.acts or observer is not None:
                 self._undo.append(override_forward(chunk, self._observed(chunk)))
             if self.planned.offload is not None:
                 if self.optimizer_swap is None:
                     device = self.run_device.device
                     self.optimizer_swap = OptimizerSwap(device, self.planned.offload, self._num_micro_batches)
                 self.optimizer_swap.watch(chunk)
-        if config.acts:
+        if settings.acts:
             parts = self.parts = self.parts or self._build()
             for chunk in chunks:
                 self._undo.append(parts.recorder.watch(chunk))
                 ends_in_loss = bool(getattr(chunk, "post_process", True))
-                parts.boundaries.install(chunk, config.modules, ends_in_loss=ends_in_loss)
+                parts.boundaries.install(chunk, settings.modules, ends_in_loss=ends_in_loss)
                 if self.auto is not None:
                     self.auto.watch(chunk)
             self._undo.append(read_checks(parts.engine.saved_tensors.checks, chunks))
@@ -167,10 +169,9 @@ class ModelSwap:
         return forward
 
     def _build(self) -> ActivationParts:
-        config, planned = self.config, self.planned
-        parts = ActivationParts.build(
-            config, planned, self.run_device, self._ranges, self._take_peak, self._on_tier_full if config.auto else None
-        )
+        settings, planned = self.settings, self.planned
+        on_full = self._on_tier_full if settings.auto else None
+        parts = ActivationParts.build(settings, planned, self.run_device, self._ranges, self._take_peak, on_full)
         if planned.target is not None:
             of_run = RunParts(
                 boundaries=parts.boundaries,
@@ -184,11 +185,12 @@ class ModelSwap:
                 take_peak=self._take_peak,
                 offloaded_state=self._offloaded_state,
                 set_offload_fraction=self._set_offload_fraction,
-                guard=None if config.oom_guard else parts.guard,
+                guard=None if settings.oom_guard else parts.guard,
             )
             self.auto = AutoPlan(planned.target, of_run, Output(self._console.say, self._console.say_here))
+        reserved_bytes = parts.tier.stats().reserved_bytes
         limits = planned.host.limit_bytes, planned.host.guard_bytes
-        for line in start_table(config, planned.num_layers, parts.tier.stats().reserved_bytes, *limits, planned.needs):
+        for line in start_table(settings, planned.num_layers, reserved_bytes, *limits, planned.needs):
             self._console.say(line)
         return parts
 
@@ -199,14 +201,14 @@ class ModelSwap:
 
     def _take_peak(self) -> tuple[int, int]:
         # The planner decides about optimizer state too, so the state that is kept on the device counts.
-        is_planned = self.config.optimizer_auto
+        is_planned = self.settings.plans_optimizer
         return self.run_device.take_peak(self._attached_optimizer_swap().kept_bytes if is_planned else 0)
 
     def _set_offload_fraction(self, fraction: float) -> None:
         self._attached_optimizer_swap().set_offload_fraction(fraction)
 
     def _offloaded_state(self) -> OffloadedState | None:
-        return self._attached_optimizer_swap().offloaded_state() if self.config.optimizer_auto else None
+        return self._attached_optimizer_swap().offloaded_state() if self.settings.plans_optimizer else None
 
     def _attached_optimizer_swap(self) -> OptimizerSwap:
         if self.optimizer_swap is None:

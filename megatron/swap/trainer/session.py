@@ -12,21 +12,23 @@ import torch
 from torch import nn
 
 from megatron.swap.common.collectives import gather
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.flags import settings_of
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.arguments import swap_config
-from megatron.swap.megatron_lm.compatibility import check_model_config
-from megatron.swap.megatron_lm.fp8_weights import choose_fp8_weights
+from megatron.swap.forecast.facts import MegatronFacts
+from megatron.swap.megatron_lm.checks import check_settings
 from megatron.swap.megatron_lm.layer import num_micro_batches
 from megatron.swap.megatron_lm.memory_needs import check_memory
-from megatron.swap.megatron_lm.versions import ignored_scaling
 from megatron.swap.native.guarding import build_guard
 from megatron.swap.patches import registry
 from megatron.swap.reporting.summary import memory_lines
-from megatron.swap.session import report as reports
-from megatron.swap.session.console import Console
-from megatron.swap.session.model_swap import ModelSwap, unknown_model
-from megatron.swap.session.upstream import patches_of, supply_fusion_kernel, switch_fusion_off
+from megatron.swap.run.console import Console
+from megatron.swap.run.model_swap import ModelSwap, unknown_model
+from megatron.swap.trainer import report as reports
+from megatron.swap.trainer.checks import check_model_config
+from megatron.swap.trainer.fp8_weights import choose_fp8_weights
+from megatron.swap.trainer.upstream import patches_of, supply_fusion_kernel, switch_fusion_off
+from megatron.swap.trainer.versions import ignored_scaling
 
 
 class SwapSession(ModelSwap):
@@ -36,13 +38,14 @@ class SwapSession(ModelSwap):
     model is built, the ``on_…`` methods through patches.
 
     Args:
-        args: Megatron's parsed arguments, with those of ``add_swap_args``.
-        config: the settings in ``args``.
+        args: Megatron's parsed arguments.
+        settings: of the run.
     """
 
-    def __init__(self, args: Namespace, config: SwapConfig) -> None:
-        console = Console(config.log_level, args.rank, args.world_size)
-        super().__init__(args, config, check_memory(args, config), num_micro_batches, console, has_verdict=True)
+    def __init__(self, args: Namespace, settings: Settings) -> None:
+        facts = MegatronFacts.of(vars(args))
+        console = Console(settings.log_level, facts.rank, facts.world_size)
+        super().__init__(facts, settings, check_memory(facts, settings), num_micro_batches, console, has_verdict=True)
         self._args = args
 
     @classmethod
@@ -60,18 +63,19 @@ class SwapSession(ModelSwap):
             PatchError: this run needs patches that were not written for this Megatron.
         """
         check_model_config(model_config)
-        chosen = choose_fp8_weights(args, sys.argv[1:])
-        config = swap_config(args)
-        if config.oom_guard:
+        facts = MegatronFacts.of(vars(args))
+        settings, chosen = choose_fp8_weights(facts, settings_of(args), sys.argv[1:])
+        check_settings(facts, settings)
+        if settings.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
-        session = cls(args, config)
+        session = cls(args, settings)
         said = filter(None, (chosen, ignored_scaling(args, model_config)))
         for line in (*said, *registry.lost_features(supply_fusion_kernel(args))):
             session._console.say(line)
-        if not config.does_anything:
+        if not settings.does_anything:
             return session
         try:
-            patches = patches_of(args, config, session.planned.kinds, session)
+            patches = patches_of(facts, settings, session.planned.kinds, session)
             applied = registry.apply(patches.needs, patches.optional)
         except BaseException:
             session.close()
@@ -86,6 +90,11 @@ class SwapSession(ModelSwap):
         return session
 
     # ------------------------------------------------- called by Megatron's trainer
+
+    def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        # Since `install` Megatron's tokenizer may have set the vocabulary, and fusion may have been switched off.
+        self.facts = MegatronFacts.of(vars(self._args))
+        return super().attach(chunks)
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
         """Offload ``param``, which Megatron's optimizer has just made, if it is to be offloaded.
@@ -103,7 +112,7 @@ class SwapSession(ModelSwap):
             UsageError: it was not, and saved tensors or optimizer state are to be offloaded or counted; or it has no
                 ``TransformerBlock``.
         """
-        needs_model = self.config.attaches or self.run_device.observer is not None
+        needs_model = self.settings.attaches or self.run_device.observer is not None
         if needs_model and not self._is_attached:
             raise unknown_model()
         if self.parts is not None and not self.parts.boundaries.has_stack:
@@ -164,7 +173,7 @@ class SwapSession(ModelSwap):
         if self._profiler is not None:
             self._profiler.close()
         mine = self._report()
-        if self.config.summary is not None:
+        if self.settings.summary is not None:
             mine.memory = self._memory(mine, chunks, optimizer)
         self.close()
         if self.planned.plan_run is not None:
@@ -175,9 +184,9 @@ class SwapSession(ModelSwap):
         lines: list[str] = []
         if of_ranks is not None:
             planning = self.auto.summary() if self.auto is not None else None
-            summary = reports.write_summary(self.config.summary, self._args.num_layers, of_ranks, planning)
-            lines = reports.lines_of(summary, self.config, self._args.swap_layers, of_ranks, swaps=self.planned.swaps)
-        if (self.planned.swaps or self.config.oom_guard) and not self._console.is_quiet:
+            summary = reports.write_summary(self.settings.summary, self.facts.num_layers, of_ranks, planning)
+            lines = reports.lines_of(summary, self.settings, of_ranks, swaps=self.planned.swaps)
+        if (self.planned.swaps or self.settings.oom_guard) and not self._console.is_quiet:
             for line in lines:
                 print(line, flush=True)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from megatron.swap.autotune.target import PlanTarget
-from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.plan import Model
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MIB, SwapError
 from megatron.swap.engine.build import Engine, build_engine
 from megatron.swap.engine.manager import SwapManager
@@ -20,8 +19,8 @@ from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.settings import EngineSettings, Instruments
 from megatron.swap.engine.wrapper_tensors import WrapperRules
-from megatron.swap.forecast.flags import model_of
-from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds
+from megatron.swap.forecast.facts import MegatronFacts
+from megatron.swap.megatron_lm.checks import device_memory_gib, recompute_kinds
 from megatron.swap.megatron_lm.host_share import HostShare, host_share
 from megatron.swap.megatron_lm.layer import Boundaries
 from megatron.swap.megatron_lm.layer_checkpoint import can_recompute_layers
@@ -38,12 +37,12 @@ from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.memory.tiers.spill import spill_tier
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.reporting.plan_run import PlanRun
-from megatron.swap.session.run_device import RunDevice
+from megatron.swap.run.run_device import RunDevice
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Settings and parts that follow from the flags alone, before there is a model.
+    """Parts that follow from the settings alone, before there is a model.
 
     Attributes:
         num_layers: of the whole model.
@@ -75,33 +74,38 @@ class Planned:
     wrappers: WrapperRules | None
 
     @classmethod
-    def of(cls, args: Namespace, config: SwapConfig, memory: MemoryCheck) -> Planned:
-        """Return what follows from ``args``, Megatron's arguments.
+    def of(
+        cls, facts: MegatronFacts, settings: Settings, memory: MemoryCheck, describe: Callable[[], Model]
+    ) -> Planned:
+        """Return what follows from the facts and the settings.
 
         Args:
             memory: what the model needs beside what there is.
+            describe: returns the model.
 
         Raises:
             UsageError, HostMemoryError: the settings ask for memory or a disk that there is not.
         """
-        kinds, describe = recompute_kinds(args, config), functools.partial(model_of, args)
+        kinds = recompute_kinds(facts, settings)
         target = None
-        if config.auto:
+        if settings.auto:
             target = PlanTarget(
-                config, describe, device_memory_gib(args), kinds, can_recompute_layers(args),
-                args.distributed_timeout_minutes,
+                settings, describe, device_memory_gib(facts, settings), kinds, can_recompute_layers(facts),
+                facts.distributed_timeout_minutes,
             )  # fmt: skip
-        policy = policy_of(config) if target is None else target.policy
-        swaps = any(map(policy.swaps_layer, range(args.num_layers)))
-        wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
-        host = host_share(config, args, swaps, memory.capacity)
-        state_memory = host.reserve_state(config)
-        disk = DiskFile(config.disk_dir, host.disk_bytes) if config.disk_dir is not None else None
+        policy = policy_of(settings, facts.num_layers) if target is None else target.policy
+        swaps = any(map(policy.swaps_layer, range(facts.num_layers)))
+        wants_plan = settings.plan is not None or (settings.save_plan is not None and not settings.auto)
+        host = host_share(settings, facts, swaps, memory.capacity)
+        state_memory = host.reserve_state(settings)
+        disk = DiskFile(settings.disk_dir, host.disk_bytes) if settings.disk_dir is not None else None
+        offload = None
+        if settings.offload_fraction:
+            offload = offload_settings(settings, facts, state_memory.num_bytes, disk)
         return cls(
-            args.num_layers, memory.line, target, policy, kinds, swaps, host, state_memory, disk,
-            offload=offload_settings(config, args, state_memory.num_bytes, disk) if config.optimizer else None,
-            plan_run=PlanRun(config, describe) if wants_plan else None,
-            wrappers=wrapper_rules() if args.fp8 or args.fp4 else None,
+            facts.num_layers, memory.line, target, policy, kinds, swaps, host, state_memory, disk, offload,
+            plan_run=PlanRun(settings, describe) if wants_plan else None,
+            wrappers=wrapper_rules() if facts.fp8 or facts.fp4 else None,
         )  # fmt: skip
 
 
@@ -136,7 +140,7 @@ class ActivationParts:
     @classmethod
     def build(
         cls,
-        config: SwapConfig,
+        settings: Settings,
         planned: Planned,
         run_device: RunDevice,
         ranges: Ranges,
@@ -152,26 +156,26 @@ class ActivationParts:
         device, on_gpu = run_device.device, torch.cuda.is_available()
         pool = HostPool(
             limit=planned.state_memory.budget, pinned=on_gpu,
-            available_bytes=None if config.host_unchecked else available_host_bytes,
+            available_bytes=None if settings.host_unchecked else available_host_bytes,
         )  # fmt: skip
         host_tier = HostTier(pool)
         tier: Tier = host_tier
         if planned.disk is not None and planned.swaps:
             tier = spill_tier(host_tier, planned.disk, planned.host.disk_buffer_bytes)
-        if not config.optimizer:  # else optimizer state, whose size is fixed, reserves its memory first
+        if not settings.offload_fraction:  # else optimizer state, whose size is fixed, reserves its memory first
             pool.reserve(min(planned.host.least_bytes, pool.limit_bytes))
-        guard = OomGuard(device, pool, int(config.min_mib * MIB), planned.host.guard_bytes)
+        guard = OomGuard(device, pool, int(settings.min_mib * MIB), planned.host.guard_bytes)
         recorder = Recorder(device, ranges, take_peak)
-        settings = EngineSettings(
-            window_bytes=config.window_bytes(config.plan), verify=config.verify, recomputes=bool(planned.kinds),
+        of_engine = EngineSettings(
+            window_bytes=settings.window_bytes(settings.plan), verify=settings.verify, recomputes=bool(planned.kinds),
             wrappers=planned.wrappers,
         )
         instruments = Instruments(
             ranges=ranges, observer=run_device.observer, recorder=recorder,
             on_saved=None if planned.plan_run is None else planned.plan_run.note, on_full=on_tier_full,
         )  # fmt: skip
-        engine = build_engine(device, tier, planned.policy, settings, instruments, guard)
-        if config.oom_guard:
+        engine = build_engine(device, tier, planned.policy, of_engine, instruments, guard)
+        if settings.oom_guard:
             guard.begin()
         producers = None if engine.recomputer is None else Producers(engine.recomputer, planned.kinds)
         boundaries = Boundaries(engine.saved_tensors, planned.policy, producers)
