@@ -25,7 +25,7 @@ import transformers
 from benchmarks.offloaders import CHECKPOINT
 from benchmarks.training_loop import DEVICE, MOST_STEPS, SETTINGS, model_of, peaks, plan_of, print_row, synchronize
 from megatron.swap.integrations.transformers import SwapCallback
-from megatron.swap.nn.planned_activations import PlannedActivations
+from megatron.swap.run.planned_activations import PlannedActivations
 
 NOTHING, CHECKPOINTING = "nothing", "checkpointing"
 WARM_UP = 3

@@ -264,7 +264,7 @@ def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
         found |= {"optimizer_out_bytes": out_bytes // num_steps, "optimizer_in_bytes": in_bytes // num_steps}
     if parts is None:
         return found
-    totals, tier = parts.manager.counters.totals(), parts.tier.stats()
+    totals, tier = parts.manager.counters.totals(), parts.machine.tier.stats()
     if session.auto is not None and session.step_log.records:  # earlier steps ran under other plans
         totals, num_steps = session.step_log.records[-1].moved, 1
     return {

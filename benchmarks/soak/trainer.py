@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
 
     def pinned_bytes() -> int:
         parts = sessions[0].parts
-        return 0 if parts is None else parts.tier.stats().reserved_bytes + parts.guard.host_bytes
+        return 0 if parts is None else parts.machine.tier.stats().reserved_bytes + parts.machine.guard.host_bytes
 
     meter = Meter(Path(samples_path), job.cycle, {**device_meters(), "pinned_bytes": pinned_bytes})
     install, train_step = SwapSession.install, training.train_step

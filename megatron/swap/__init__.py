@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from megatron.swap.common.types import SwapError
     from megatron.swap.engine.policy import Policy
     from megatron.swap.engine.stash import Stash, stash
-    from megatron.swap.nn.module_activations import activations
     from megatron.swap.nn.module_weights import WeightStats, WeightSwap, weights
-    from megatron.swap.nn.planned_activations import PlannedActivations
-    from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
     from megatron.swap.run.built import BuiltStats, BuiltSwap, install
+    from megatron.swap.run.module_activations import activations
+    from megatron.swap.run.planned_activations import PlannedActivations
+    from megatron.swap.run.swapped_activations import SwappedActivations, SwapStats
     from megatron.swap.tensor_swap.swap import TensorStats, TensorSwap
     from megatron.swap.trainer.command_line import add_swap_args
     from megatron.swap.trainer.pretraining import pretrain

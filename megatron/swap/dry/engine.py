@@ -10,19 +10,20 @@ import torch
 from torch import nn
 
 from megatron.swap.autotune.switch import SwitchingPolicy
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB
 from megatron.swap.devices.base import Device, Stream
 from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.devices.dry_allocator import NO_END
-from megatron.swap.engine.build import build_engine
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
-from megatron.swap.engine.settings import EngineSettings, Instruments
 from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 from megatron.swap.nn.found_layers import layers_of
-from megatron.swap.nn.planned_activations import take_over
+from megatron.swap.nn.plannable import take_over
 from megatron.swap.nn.planned_layers import PlannedLayers
+from megatron.swap.profiling.recorder import Recorder
+from megatron.swap.run.build import Machine, build
 
 CONTEXT_GIB = 0.75
 """Memory of a GPU that CUDA takes. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB
@@ -79,11 +80,13 @@ def dry_device(model: nn.Module, gpu: Gpu, is_limited: bool = False) -> DryDevic
 
 @contextmanager
 def planned_layers(
-    model: nn.Module, device: DryDevice, policy: SwitchingPolicy, instruments: Instruments, autocast_cache: bool
+    model: nn.Module, device: DryDevice, policy: SwitchingPolicy, autocast_cache: bool, recorder: Recorder | None = None
 ) -> Iterator[PlannedLayers]:
     """Return a context in which the engine is around the layers of ``model``, which does not know their order yet."""
     with ExitStack() as undo:
-        engine = build_engine(device, DryTier(), policy, EngineSettings(window_bytes=0, recomputes=True), instruments)
+        ranges = None if recorder is None else recorder.ranges
+        machine = Machine(device, DryTier())
+        engine = build(Settings(policy="auto"), policy, machine, ranges=ranges, recorder=recorder, recomputes=True)
         undo.callback(engine.manager.drain)
         for switched, _ in take_over(model):
             for switch_on in switched:

@@ -17,9 +17,8 @@ from megatron.swap.devices.dry import DryDevice
 from megatron.swap.dry.engine import dry_device, planned_layers
 from megatron.swap.dry.mode import dry_run
 from megatron.swap.engine.policy import ManualPolicy
-from megatron.swap.engine.settings import Instruments
 from megatron.swap.forecast.gpus import Gpu
-from megatron.swap.nn.planned_activations import refuse_unplannable
+from megatron.swap.nn.plannable import refuse_unplannable
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
 from megatron.swap.profiling.profile_builder import build_profile, trained_layers, with_recorded_times
 from megatron.swap.profiling.recorder import Recorder
@@ -78,12 +77,11 @@ def dry_profile(
     """
     part = model if part is None else part
     refuse_unplannable(part)
-    device, ranges = dry_device(model, gpu), Ranges()
-    recorder = Recorder(device, ranges, device.take_peak)
+    device = dry_device(model, gpu)
+    recorder = Recorder(device, Ranges(), device.take_peak)
     timer = recorder.for_times()
     policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR, LINEAR)), 0)  # keeps all else
-    instruments = Instruments(ranges=ranges, recorder=recorder)
-    with planned_layers(part, device, policy, instruments, autocast_cache) as planned, ExitStack() as undo:
+    with planned_layers(part, device, policy, autocast_cache, recorder) as planned, ExitStack() as undo:
         for each in (recorder, timer):
             undo.callback(each.watch(part))
             undo.callback(each.abandon)
@@ -143,7 +141,7 @@ def dry_planned_step(
     device = dry_device(model, gpu, is_limited)
     policy = SwitchingPolicy(SafePolicy(int(min_mib * MIB), (OPERATOR, LINEAR)), int(min_mib * MIB))
     part = model if part is None else part
-    with planned_layers(part, device, policy, Instruments(), autocast_cache) as planned, dry_run(device, gpu):
+    with planned_layers(part, device, policy, autocast_cache) as planned, dry_run(device, gpu):
         step()
         planned.learn_order(0)
         device.release_cached()

@@ -8,9 +8,9 @@ from transformers import TrainerCallback
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import UsageError
-from megatron.swap.nn.module_activations import activations
-from megatron.swap.nn.planned_activations import PlannedActivations
-from megatron.swap.nn.swapped_activations import SwappedActivations
+from megatron.swap.run.module_activations import activations
+from megatron.swap.run.planned_activations import PlannedActivations
+from megatron.swap.run.swapped_activations import SwappedActivations
 
 REFUSED = {
     "n_gpu": "nn.DataParallel copies the layers. Start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU.",

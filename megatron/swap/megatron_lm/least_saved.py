@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, ROTARY
+from megatron.swap.common.settings import Settings, parse_layers
+from megatron.swap.common.types import ACTIVATION, LINEAR, MIB, NORM, ROTARY
 from megatron.swap.forecast.facts import MegatronFacts
 
 
@@ -48,3 +49,25 @@ def least_saved_bytes(
             widths += [facts.mlp_width // tensor_parallel] * (fc1 + (ACTIVATION not in recompute))
     sizes = [tokens * width * element_bytes for width in widths]
     return num_layers * sum(size for size in sizes if size >= min_bytes)
+
+
+def least_host_bytes(settings: Settings, facts: MegatronFacts) -> int:
+    """Return a lower bound of the activations' bytes on this rank; 0: unknown."""
+    if settings.plan is None:
+        return _least_saved_bytes(settings, facts)
+    if facts.pipeline_model_parallel_size > 1 or settings.prefetch_gib is not None:
+        return 0  # this rank's layers, or the number of trailing kept layers, are not known yet
+    return settings.plan.least_host_bytes()
+
+
+def _least_saved_bytes(settings: Settings, facts: MegatronFacts) -> int:
+    """Return a lower bound of the bytes that the swapped layers save in one micro-batch on this rank; 0: unknown.
+
+    Tensors below ``--swap-min-mib`` do not count. The bound serves to reserve host memory early and to refuse a run
+    that cannot fit; more is reserved when it is needed.
+    """
+    if settings.modules or settings.prefetch_gib or facts.fp8 or facts.recompute_granularity == "selective":
+        return 0
+    num_swapped = len(parse_layers(settings.layers, facts.num_layers))
+    layers_here = max(0, num_swapped // facts.pipeline_model_parallel_size - 2)  # the trailing layers are kept
+    return least_saved_bytes(facts, layers_here, settings.recompute, min_bytes=settings.min_mib * MIB)

@@ -76,7 +76,7 @@ class Recorder:
     ) -> None:
         self.is_on = False
         self._device = device
-        self._ranges = ranges
+        self.ranges = ranges
         self._take_peak = take_peak
         # Without a GPU the bytes are those of activations alone: there are no gradients among them.
         self._has_gradients = has_memory and device.allocated_bytes() is not None
@@ -89,7 +89,7 @@ class Recorder:
 
     def for_times(self) -> Recorder:
         """Return another recorder on the same device and ranges. It records when layers run, not tensors or memory."""
-        return Recorder(self._device, self._ranges, lambda: (0, 0), has_memory=False)
+        return Recorder(self._device, self.ranges, lambda: (0, 0), has_memory=False)
 
     def _forget(self) -> None:
         self._notes: list[_Note] = []
@@ -114,14 +114,14 @@ class Recorder:
             raise SwapError("the recorder is on already: stop it first.")
         self._forget()
         self.is_on = True
-        self._ranges.start(self, arrived=self._arrived)
-        self._ranges.step(step)
+        self.ranges.start(self, arrived=self._arrived)
+        self.ranges.step(step)
         self._note(What.STEP)
 
     def step_ended(self, step: int) -> None:
         """Note that a step has ended and that ``step`` is the next one."""
         if self.is_on:
-            self._ranges.step(step)
+            self.ranges.step(step)
             self._note(What.STEP)
             self._runs.clear()
             self._records.clear()
@@ -143,7 +143,7 @@ class Recorder:
         if sum(note.what is What.STEP for note in self._notes) < 2:
             raise SwapError("nothing was recorded: start, then step_ended at least once, then stop.")
         self.is_on = False
-        self._ranges.stop(self)
+        self.ranges.stop(self)
         self._device.synchronize()
         notes = self._notes
         while notes[-1].what is not What.STEP:
@@ -170,7 +170,7 @@ class Recorder:
         """Stop and drop the recording, because training has failed or ended. Does not wait for the device."""
         if self.is_on:
             self.is_on = False
-            self._ranges.stop(self)
+            self.ranges.stop(self)
             self._non_layer.forget()
         self._forget()
 

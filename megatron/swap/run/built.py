@@ -269,7 +269,7 @@ class BuiltSwap(ModelSwap, NotCopied):
         auto, target = self.auto, self.planned.target
         last, plan = (None, None) if auto is None else (auto.last_step, auto.plan)
         predicted = None if plan is None else plan.predicted
-        host_bytes = 0 if self.parts is None else self.parts.pool.stats.reserved_bytes
+        host_bytes = 0 if self.parts is None else self.parts.machine.pool.stats.reserved_bytes
         state_bytes = 0
         if self.optimizer_swap is not None:
             host_bytes += self.optimizer_swap.reserved_bytes

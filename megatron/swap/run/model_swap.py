@@ -176,19 +176,19 @@ class ModelSwap:
             of_run = RunParts(
                 boundaries=parts.boundaries,
                 device=self.run_device.device,
-                host_tier=parts.host_tier,
+                host_tier=parts.machine.host_tier,
                 recorder=parts.recorder,
                 footprint=parts.engine.saved_tensors.footprint,
                 pipeline_rank=pipeline_rank(),
                 num_micro_batches=self._num_micro_batches,
-                host_bytes=lambda: parts.pool.limit_bytes,
+                host_bytes=lambda: parts.machine.pool.limit_bytes,
                 take_peak=self._take_peak,
                 offloaded_state=self._offloaded_state,
                 set_offload_fraction=self._set_offload_fraction,
-                guard=None if settings.oom_guard else parts.guard,
+                guard=None if settings.oom_guard else parts.machine.guard,
             )
             self.auto = AutoPlan(planned.target, of_run, Output(self._console.say, self._console.say_here))
-        reserved_bytes = parts.tier.stats().reserved_bytes
+        reserved_bytes = parts.machine.tier.stats().reserved_bytes
         limits = planned.host.limit_bytes, planned.host.guard_bytes
         for line in start_table(settings, planned.num_layers, reserved_bytes, *limits, planned.needs):
             self._console.say(line)
@@ -247,7 +247,7 @@ class ModelSwap:
         swap = self._attached_optimizer_swap()
         self.planned.state_memory.resize(swap.needed_bytes)
         if self.parts is not None:
-            pool = self.parts.pool
+            pool = self.parts.machine.pool
             pool.reserve(min(self.planned.host.least_bytes, pool.limit_bytes))
         self._console.say(swap.summary_line())
 
@@ -297,7 +297,7 @@ class ModelSwap:
             self._profiler.abandon()
         self._uninstall()
         if self.parts is not None:
-            self.parts.guard.end()
+            self.parts.machine.guard.end()
 
     def close(self) -> None:
         """Uninstall everything from Megatron and release all memory. Idempotent.
@@ -314,7 +314,7 @@ class ModelSwap:
             if self.planned.disk is not None:
                 last_first.callback(self.planned.disk.close)
             if parts is not None:
-                last_first.callback(parts.tier.close)
+                last_first.callback(parts.machine.tier.close)
                 last_first.callback(parts.manager.drain)
                 last_first.callback(parts.engine.saved_tensors.checks.read)
             elif self.run_device.is_made:

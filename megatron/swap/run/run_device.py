@@ -14,6 +14,7 @@ from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.host_memory import machine_memory_gib
 from megatron.swap.profiling.observer import Observer
 from megatron.swap.reporting.summary import CountedStep
 
@@ -26,18 +27,32 @@ class RunDevice:
     """The rank's device, and the observer that counts what autograd holds.
 
     Args:
+        rank: of this process: each has other random delays of emulated copies.
         has_verdict: count the first steps under each plan, for the lines at the end of a run.
+        torch_device: where the model is; ``None``: on the current GPU, or the CPU where there is none.
 
     Attributes:
+        ranges: names the engine's work for a profiler.
         observer: ``None`` where its figures are not needed.
         counted: the last step that was counted under the present plan; ``None``: none was.
     """
 
-    def __init__(self, settings: Settings, rank: int, ranges: Ranges, *, has_verdict: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        rank: int,
+        ranges: Ranges,
+        *,
+        has_verdict: bool = False,
+        torch_device: torch.device | None = None,
+    ) -> None:
         self._settings = settings
         self._rank = rank
-        self._ranges = ranges
-        counts = settings.summary is not None or (settings.auto and not torch.cuda.is_available())
+        self.ranges = ranges
+        if torch_device is None:
+            torch_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.torch_device = torch_device
+        counts = settings.summary is not None or (settings.auto and torch_device.type == "cpu")
         says_verdict = has_verdict and settings.acts and settings.log_level != "quiet"
         self.observer = Observer(is_always_on=counts) if counts or says_verdict else None
         self.counted: CountedStep | None = None
@@ -66,11 +81,19 @@ class RunDevice:
     def device(self) -> Device:
         """The GPU, or the emulated device. It is made at the first use, because Megatron chooses this rank's device and
         starts CUDA only when it initializes."""
-        if torch.cuda.is_available():
-            return CudaDevice()
+        if self.torch_device.type == "cuda":
+            with torch.cuda.device(self.torch_device):
+                return CudaDevice()
         return EmulatedDevice(
-            self._settings.cpu_delay_ms / 1e3, self._rank, self._ranges, self._settings.cpu_memory_gib
+            self._settings.cpu_delay_ms / 1e3, self._rank, self.ranges, self._settings.cpu_memory_gib
         )
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of the GPU in GiB, or of this host, which emulates it."""
+        if self.torch_device.type == "cuda":
+            return torch.cuda.get_device_properties(self.torch_device).total_memory / GIB
+        return machine_memory_gib()
 
     def make(self) -> None:
         """Make ``device``, if it is not made yet."""

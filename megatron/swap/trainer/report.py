@@ -43,7 +43,7 @@ def report_of(
     if optimizer is not None:
         optimizer.report_to(report)
     if parts is not None:
-        stats, layers = parts.tier.stats(), parts.manager.counters.layers
+        stats, layers = parts.machine.tier.stats(), parts.manager.counters.layers
         report.host_booked_bytes = stats.reserved_bytes
         report.host_leased_peak_bytes = stats.leased_peak_bytes
         report.disk_booked_bytes = stats.disk_reserved_bytes

@@ -8,20 +8,14 @@ from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, MIB
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.oom_guard import OomGuard
-from megatron.swap.forecast.facts import MegatronFacts
-from megatron.swap.megatron_lm.host_share import HostShare, host_share
 from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.memory.host_pool import HostPool
-
-FACTS = MegatronFacts(
-    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32, micro_batch_size=1, fp8="hybrid"
-)
-"""A model in 8 bits: no lower bound of its activations is known."""
+from megatron.swap.run.host_share import HostShare, host_share
 
 
 def share(host_gib: float, *, swaps: bool = True, **settings: object) -> HostShare:
     given = Settings(host_gib=host_gib, host_unchecked=True, **settings)  # type: ignore[arg-type]
-    return host_share(given, FACTS, swaps)
+    return host_share(given, swaps)
 
 
 def test_nothing_swaps() -> None:
@@ -88,7 +82,7 @@ def test_activations_get_what_optimizer_state_leaves_once_it_is_built() -> None:
     config = Settings(
         host_gib=1.0, host_unchecked=True, optimizer=1.0, oom_guard=True
     )
-    found = host_share(config, FACTS, swaps=True)
+    found = host_share(config, swaps=True)
     state = found.reserve_state(config)
     assert (state.num_bytes, state.budget.limit_bytes) == (GIB - GIB // 4, GIB)
     pool = HostPool(limit=state.budget, pinned=False)

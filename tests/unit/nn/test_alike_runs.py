@@ -21,8 +21,8 @@ from megatron.swap.engine.recomputed_run import RecomputedRunError
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.nn import alike_runs, planned_boundary
 from megatron.swap.nn.alike_runs import LEAST_MEASURED, AlikeRuns, kind_of
-from megatron.swap.nn.planned_activations import PlannedActivations
 from megatron.swap.planner.profile import LayerClass
+from megatron.swap.run.planned_activations import PlannedActivations
 from tests.plain_loop import WIDTH, Mlp, encoder, mlps, rows, tokens, train
 from tests.planned_loop import NUM_STEPS, QUIET, check, unswapped
 from tests.unit.operators.test_repeats import Seeing

@@ -185,7 +185,7 @@ def test_no_copy_comes_late_or_early(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.append(LazyDevice())
         return devices[-1]
 
-    monkeypatch.setattr("megatron.swap.nn.swapped_activations._engine_device", lazy)
+    monkeypatch.setattr("megatron.swap.run.swapped_activations._engine_device", lazy)
     assert_equal(Cnn, images)
     assert_equal(OfKeyed)
     assert [device.violations for device in devices] == [[], []]
@@ -453,7 +453,7 @@ def test_checkpoints_around_layers(use_reentrant: bool) -> None:
 def test_the_package_imports_nothing_before_it_is_asked_for() -> None:
     program = (
         "import sys, megatron.swap, megatron.swap.planner.solve\n"
-        "assert not {'torch', 'megatron.swap.nn.module_activations'} & set(sys.modules)\n"
+        "assert not {'torch', 'megatron.swap.run.module_activations'} & set(sys.modules)\n"
         "from megatron import swap\n"
         "from megatron.swap import types\n"
         "assert not hasattr(swap, 'anything')\n"

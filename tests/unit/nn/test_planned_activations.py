@@ -25,8 +25,9 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
 from megatron.swap.native.operator_following import load_operators
-from megatron.swap.nn import planned_activations, planned_boundary, swapped_activations
+from megatron.swap.nn import planned_boundary
 from megatron.swap.planner.profile import Link
+from megatron.swap.run import planned_activations, swapped_activations
 from tests.plain_loop import (
     Cnn,
     Mlp,

@@ -20,7 +20,7 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine import offload
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.nn import planned_activations, planned_boundary
+from megatron.swap.nn import planned_boundary
 from megatron.swap.operators import following as operator_following
 from megatron.swap.operators import kinds as operator_kinds
 from megatron.swap.operators import records as operator_records
@@ -29,6 +29,7 @@ from megatron.swap.operators.kinds import Kind, kind_of
 from megatron.swap.operators.records import OperatorRecords, OperatorWatch
 from megatron.swap.operators.repeats import OperatorRepeats
 from megatron.swap.planner.profile import Link
+from megatron.swap.run import planned_activations
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
 from tests.unit.native.helpers import NEEDS_COMPILER

@@ -22,8 +22,9 @@ from megatron.swap.engine import repeated_run
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.producer_records import ProducerRecord
 from megatron.swap.engine.repeated_run import RepeatingPacker
-from megatron.swap.nn import planned_activations, planned_boundary
+from megatron.swap.nn import planned_boundary
 from megatron.swap.operators import repeats as operator_repeats
+from megatron.swap.run import planned_activations
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import QUIET
 from tests.unit.native.helpers import NEEDS_COMPILER

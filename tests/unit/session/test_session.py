@@ -135,7 +135,7 @@ def test_after_a_failure_no_allocation_is_rescued_any_more():
     )
     session.attach([nn.Linear(2, 2)])
     assert session.parts is not None
-    guard = session.parts.guard
+    guard = session.parts.machine.guard
     assert guard.is_on
     session.on_finish(RuntimeError("somebody's"), [], None)
     assert not guard.is_on

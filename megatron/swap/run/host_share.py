@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes, staging_bytes
 from megatron.swap.common.rounding import round_down, round_up
-from megatron.swap.common.settings import Settings, parse_layers
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION
-from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.forecast.states import STATE_HOST_FRACTION, bucket_bytes_before_disk, max_state_before_disk
-from megatron.swap.megatron_lm.least_saved import least_saved_bytes
 from megatron.swap.memory.disk_file import disk_limit_bytes
 from megatron.swap.memory.host_budget import HostMemoryBudget, Reservation
 from megatron.swap.memory.host_memory import (
@@ -72,12 +70,13 @@ class HostShare:
 
 
 def host_share(
-    settings: Settings, facts: MegatronFacts, swaps: bool, capacity: HostCapacity | None = None
+    settings: Settings, swaps: bool, needed_bytes: int = 0, capacity: HostCapacity | None = None
 ) -> HostShare:
     """Return the host memory and the disk that this rank may use, divided among their users.
 
     Args:
         swaps: whether activations are swapped.
+        needed_bytes: a lower bound of the activations' bytes on this rank; 0: unknown.
         capacity: the host's memory without what the model takes of it; ``None``: it is measured, and all of it counts.
 
     Raises:
@@ -99,8 +98,12 @@ def host_share(
     if settings.oom_guard:
         guard_bytes = int(GUARD_HOST_FRACTION * limit_bytes)
         limited_by += f", less {format_bytes(guard_bytes)} for --swap-oom-guard"
+    if not limit_bytes:
+        raise HostMemoryError(
+            f"the host has no memory left for activations: {limited_by}. End other programs, or give --swap-host-gib "
+            "to use what the default leaves free."
+        )
     limit_bytes = round_down(limit_bytes - guard_bytes, PAGE_BYTES)
-    needed_bytes = _least_bytes(settings, facts)
     if needed_bytes > limit_bytes and not has_disk:
         flag, remedy = f"--swap-layers {settings.layers}", "Swap fewer layers or modules"
         if settings.plan is not None:
@@ -123,25 +126,3 @@ def host_share(
             f"GPU and --swap-disk-dir take {format_bytes(buffers_bytes + state_buffers_bytes)}: raise --swap-host-gib."
         )
     return share
-
-
-def _least_bytes(settings: Settings, facts: MegatronFacts) -> int:
-    """Return a lower bound of the activations' bytes on this rank; 0: unknown."""
-    if settings.plan is None:
-        return _least_saved_bytes(settings, facts)
-    if facts.pipeline_model_parallel_size > 1 or settings.prefetch_gib is not None:
-        return 0  # this rank's layers, or the number of trailing kept layers, are not known yet
-    return settings.plan.least_host_bytes()
-
-
-def _least_saved_bytes(settings: Settings, facts: MegatronFacts) -> int:
-    """Return a lower bound of the bytes that the swapped layers save in one micro-batch on this rank; 0: unknown.
-
-    Tensors below ``--swap-min-mib`` do not count. The bound serves to reserve host memory early and to refuse a run
-    that cannot fit; more is reserved when it is needed.
-    """
-    if settings.modules or settings.prefetch_gib or facts.fp8 or facts.recompute_granularity == "selective":
-        return 0
-    num_swapped = len(parse_layers(settings.layers, facts.num_layers))
-    layers_here = max(0, num_swapped // facts.pipeline_model_parallel_size - 2)  # the trailing layers are kept
-    return least_saved_bytes(facts, layers_here, settings.recompute, min_bytes=settings.min_mib * MIB)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.log import logger
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import ACTIVATIONS
@@ -13,8 +14,10 @@ from megatron.swap.common.types import UsageError, layer_positions
 from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.nn.found_layers import layers_of
 from megatron.swap.nn.layer_devices import device_of
-from megatron.swap.nn.planned_activations import PlannedActivations, refuse_unplannable
-from megatron.swap.nn.swapped_activations import SwappedActivations
+from megatron.swap.nn.plannable import refuse_unplannable
+from megatron.swap.run.planned_activations import PlannedActivations
+from megatron.swap.run.run_device import RunDevice
+from megatron.swap.run.swapped_activations import SwappedActivations
 
 
 @ACTIVATIONS.errors()
@@ -93,17 +96,18 @@ def activations(
         cpu_delay_ms=cpu_delay_ms, memory_gib=memory_gib, memory_fraction=memory_fraction, save_plan=save_plan,
         save_profile=save_profile,
     )  # fmt: skip
+    run_device = RunDevice(settings, 0, Ranges(), torch_device=device_of(found))
     if is_planned:
         if layers != "all":
             raise UsageError(
                 f"layers {layers!r} beside memory_gib: the planner chooses within one budget. Leave one out."
             )
         refuse_unplannable(model)
-        return PlannedActivations(model, found, settings, device_of(found), log or logger.info, autocast_cache)  # type: ignore[arg-type]
+        return PlannedActivations(model, found, settings, run_device, log or logger.info, autocast_cache)  # type: ignore[arg-type]
     policy = policy_of(settings, len(found)) if isinstance(layers, str) else layers
     _check_policy(policy, layers, len(found))
     _check_tail(policy, len(found), num_ahead=1 if prefetch_gib is None else 0)
-    return SwappedActivations(found, policy, settings, device_of(found), autocast_cache=autocast_cache)
+    return SwappedActivations(found, policy, settings, run_device, autocast_cache)
 
 
 def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:

@@ -14,25 +14,23 @@ from torch import nn
 from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.autotune.target import Output, PlanTarget, RunParts
 from megatron.swap.autotune.training_steps import TrainingSteps, read_checks
-from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import ACTIVATIONS
-from megatron.swap.common.types import GIB, LINEAR, OPERATOR, SwapError, UsageError
-from megatron.swap.devices.base import Device
+from megatron.swap.common.types import LINEAR, OPERATOR, SwapError, UsageError
+from megatron.swap.engine.build import Engine
 from megatron.swap.engine.function_transforms import untransformed
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
-from megatron.swap.engine.settings import Instruments
-from megatron.swap.memory.host_memory import machine_memory_gib
-from megatron.swap.nn.found_layers import is_compiled
-from megatron.swap.nn.layer_devices import devices_of
+from megatron.swap.engine.policy import Policy
 from megatron.swap.nn.module_boundary import ModuleBoundary
+from megatron.swap.nn.plannable import take_over
 from megatron.swap.nn.planned_layers import PlannedLayers
-from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
 from megatron.swap.planner.table import plan_heading, plan_table
-from megatron.swap.profiling.observer import Observer
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.saved_tensor_hooks import is_traced
+from megatron.swap.run.build import RealMachine, build
+from megatron.swap.run.run_device import RunDevice
+from megatron.swap.run.swapped_activations import SwappedActivations, SwapStats
 
 REMEDY = "Raise the budget, or train with a smaller optimizer state or on more GPUs."
 
@@ -44,28 +42,25 @@ class PlannedActivations(SwappedActivations):
         model: the whole model.
         layers: its layers.
         settings: the budget and more settings.
-        device: of the layers.
+        run_device: the device of the layers.
         log: takes the planner's lines.
         autocast_cache: as in ``activations``.
     """
-
-    _recomputes = True
 
     def __init__(
         self,
         model: nn.Module,
         layers: list[nn.Module],
         settings: Settings,
-        device: torch.device,
+        run_device: RunDevice,
         log: Callable[[str], None],
         autocast_cache: bool = True,
     ) -> None:
         self._model = model
         self._log = log
-        self._ranges = Ranges()
-        self._observer = None if device.type == "cuda" else Observer()
+        self._observer = run_device.observer
         self._target = PlanTarget(
-            settings, lambda: self._planned.describe(model), _memory_gib(device), (OPERATOR, LINEAR),
+            settings, lambda: self._planned.describe(model), run_device.memory_gib, (OPERATOR, LINEAR),
             remedy=REMEDY,
         )  # fmt: skip
         self._undo: list[Callable[[], None]] = []
@@ -73,17 +68,19 @@ class PlannedActivations(SwappedActivations):
         self._recorder: Recorder
         self._auto: AutoPlan | None = None
         self._steps = TrainingSteps(self._end_step)
-        super().__init__(layers, self._target.policy, settings, device, self._instruments, autocast_cache)
+        super().__init__(layers, self._target.policy, settings, run_device, autocast_cache)
         try:
             self._begin()
         except BaseException:
             self.close()
             raise
 
-    def _instruments(self, device: Device) -> Instruments:
-        self._recorder = Recorder(device, self._ranges, self._take_peak)
-        return Instruments(
-            ranges=self._ranges, observer=self._observer, recorder=self._recorder, on_full=self._on_tier_full
+    def _build(self, settings: Settings, policy: Policy, machine: RealMachine) -> Engine:
+        ranges = self._run_device.ranges
+        self._recorder = Recorder(machine.device, ranges, self._run_device.take_peak)
+        return build(
+            settings, policy, machine, ranges=ranges, observer=self._observer, recorder=self._recorder, recomputes=True,
+            on_full=self._on_tier_full,
         )
 
     def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[ModuleBoundary]:
@@ -94,7 +91,7 @@ class PlannedActivations(SwappedActivations):
         return self._planned.boundaries
 
     def _has_host_room(self, num_bytes: int) -> bool:
-        return self._tier.pool.has_room(num_bytes)
+        return self._machine.pool.has_room(num_bytes)
 
     def _begin(self) -> None:
         for switched, line in take_over(self._model):
@@ -102,15 +99,15 @@ class PlannedActivations(SwappedActivations):
             self._say_here([line])
         parts = RunParts(
             boundaries=self._planned,
-            device=self._device,
-            host_tier=self._tier,
+            device=self._machine.device,
+            host_tier=self._machine.host_tier,
             recorder=self._recorder,
             footprint=self._saved_tensors.footprint,
             pipeline_rank=0,
             num_micro_batches=lambda: self._steps.num_micro_batches,
-            host_bytes=lambda: self._tier.pool.limit_bytes,
-            take_peak=self._take_peak,
-            guard=None if self._guard.is_on else self._guard,
+            host_bytes=lambda: self._machine.pool.limit_bytes,
+            take_peak=self._run_device.take_peak,
+            guard=None if self._machine.guard.is_on else self._machine.guard,
         )
         self._undo.append(self._refuse_copies_of(self._model))
         self._undo.append(override_forward(self._model, self._observed(self._model.forward)))
@@ -145,12 +142,6 @@ class PlannedActivations(SwappedActivations):
     def _on_tier_full(self, error: SwapError) -> None:
         if self._auto is not None:
             self._auto.tier_is_full(error)
-
-    def _take_peak(self) -> tuple[int, int]:
-        peak = self._device.take_peak()
-        if peak is None and self._observer is not None:
-            peak = self._observer.take_peak()
-        return peak or (0, 0)
 
     # --------------------------------------------------------------------- steps
 
@@ -191,7 +182,7 @@ class PlannedActivations(SwappedActivations):
         short_bytes = max((rescue.short_bytes for rescue in rescues), default=0)
         try:
             self._auto.step_ended(
-                number, short_bytes, self._device.take_retries(),
+                number, short_bytes, self._machine.device.take_retries(),
                 has_new_numbers=number > 1 and self._planned.is_known and not was_known,
             )  # fmt: skip
         except Infeasible as error:
@@ -277,60 +268,3 @@ class PlannedActivations(SwappedActivations):
             whatever_fails.callback(self._planned.remove)
             for undo in self._undo:
                 whatever_fails.callback(undo)
-
-
-def refuse_unplannable(model: Any) -> None:
-    """Refuse a model that cannot be planned.
-
-    Raises:
-        UsageError: says why, and what to do.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            "memory_gib and memory_fraction plan a whole model, and a list of layers was given. Pass the model, whose "
-            "layers are in nn.ModuleList or nn.Sequential."
-        )
-    if is_compiled(model):
-        raise UsageError(
-            f"{type(model).__name__} is compiled as a whole: its steps and layers cannot be measured. Pass the model "
-            "before torch.compile, and train it uncompiled."
-        )
-    if len(devices := sorted(map(str, devices_of([model])))) > 1:
-        raise UsageError(
-            f"{type(model).__name__} is on {', '.join(devices)}: a budget needs a model on one GPU. Move it there "
-            '(no device_map="auto"), or swap layers without a budget.'
-        )
-    for name, module in model.named_modules():
-        sharded = {"FSDPModule", "FullyShardedDataParallel"} & {kind.__name__ for kind in type(module).__mro__}
-        if sharded:
-            raise UsageError(
-                f"{name or 'the model'} is sharded ({sharded.pop()}), so its weights are freed between uses: that is "
-                "not planned. Use DistributedDataParallel."
-            )
-
-
-def take_over(model: nn.Module) -> list[tuple[list[Callable[[], None]], str]]:
-    """Switch off what would work against the planner in a transformers model. Return how to undo each, and a line."""
-    found = []
-    modules = list(model.modules())
-    checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False) is True]
-    if checkpointing:
-        undo = [_switch_off(module, "gradient_checkpointing") for module in checkpointing]
-        found.append((undo, "the model's gradient checkpointing is off until close(): the planner decides instead"))
-    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
-    if caching:
-        undo = [_switch_off(config, "use_cache") for config in caching]
-        found.append((undo, "the model's use_cache is off until close(): a cache would hold keys and values"))
-    return found
-
-
-def _switch_off(owner: Any, name: str) -> Callable[[], None]:
-    setattr(owner, name, False)
-    return lambda: setattr(owner, name, True)
-
-
-def _memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory / GIB
-    return machine_memory_gib()

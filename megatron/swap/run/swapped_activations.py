@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import nn
 
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.types import GIB, MIB, UsageError, format_bytes, layer_positions
-from megatron.swap.devices.base import Device
-from megatron.swap.devices.cuda import CudaDevice
-from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.engine.build import build_engine
+from megatron.swap.common.types import GIB, UsageError, format_bytes, layer_positions
+from megatron.swap.engine.build import Engine
 from megatron.swap.engine.layer_hooks import BoundaryOptions, NotCopied
-from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION, OomGuard, Rescue
+from megatron.swap.engine.oom_guard import Rescue
 from megatron.swap.engine.policy import Policy
-from megatron.swap.engine.settings import EngineSettings, Instruments
-from megatron.swap.memory.host_memory import (
-    HostMemoryError,
-    available_host_bytes,
-    check_host_request,
-    local_world_size,
-    safe_host_bytes,
-)
-from megatron.swap.memory.host_pool import HostPool
-from megatron.swap.memory.tiers.host import HostTier
+from megatron.swap.memory.host_budget import HostMemoryBudget
 from megatron.swap.nn.module_boundary import ModuleBoundary
+from megatron.swap.run.build import RealMachine, build, real_machine
+from megatron.swap.run.host_share import host_share
+from megatron.swap.run.run_device import RunDevice
 
 
 @dataclass(frozen=True)
@@ -98,35 +88,16 @@ class SwappedActivations(NotCopied):
         layers: list[nn.Module],
         policy: Policy,
         settings: Settings,
-        device: torch.device,
-        instruments: Callable[[Device], Instruments] = lambda _: Instruments(),
+        run_device: RunDevice,
         autocast_cache: bool = True,
     ) -> None:
-        budget = safe_host_bytes(local_world_size())
-        limit_bytes = budget.safe_bytes
-        if settings.host_gib is not None:
-            limit_bytes = int(settings.host_gib * GIB)
-            check_host_request(limit_bytes, budget, unchecked=False)
-        elif not limit_bytes:
-            raise HostMemoryError(
-                f"the host has no memory left for activations: {budget.reason}. End other programs, or give host_gib= "
-                "to use what the default leaves free."
-            )
         self.layers = tuple(layers)
         is_swapped = [policy.swaps_layer(number) for number in range(len(layers))]
         self.chosen = tuple(number for number, flag in enumerate(is_swapped) if flag)
-        self._device = _engine_device(device, settings.cpu_delay_ms / 1e3)
-        guard_bytes = int(GUARD_HOST_FRACTION * limit_bytes) if settings.oom_guard else 0
-        pinned = device.type == "cuda"
-        pool = HostPool(limit=limit_bytes, pinned=pinned, device=device.index, available_bytes=available_host_bytes)
-        self._tier = HostTier(pool)
-        self._guard = OomGuard(self._device, self._tier.pool, int(settings.min_mib * MIB), guard_bytes)
-        if settings.oom_guard:
-            self._guard.begin()
-        of_engine = EngineSettings(
-            window_bytes=settings.window_bytes(None), verify=settings.verify, recomputes=self._recomputes
-        )
-        engine = build_engine(self._device, self._tier, policy, of_engine, instruments(self._device), self._guard)
+        self._run_device = run_device
+        share = host_share(settings, swaps=True)
+        self._machine = real_machine(settings, run_device.device, share, HostMemoryBudget(share.total_bytes))
+        engine = self._build(settings, policy, self._machine)
         self._manager, self._saved_tensors = engine.manager, engine.saved_tensors
         self._boundaries = self._put_boundaries(is_swapped)
         for boundary in self._boundaries:
@@ -134,8 +105,8 @@ class SwappedActivations(NotCopied):
         self._last: SwapStats | None = None
         self._rescues: list[Rescue] = []
 
-    _recomputes = False
-    """Whether the policy may recompute what single operators made."""
+    def _build(self, settings: Settings, policy: Policy, machine: RealMachine) -> Engine:
+        return build(settings, policy, machine)
 
     def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[ModuleBoundary]:
         positions = layer_positions(is_swapped, ends_in_loss=True)
@@ -145,7 +116,7 @@ class SwappedActivations(NotCopied):
                 layer,
                 self._saved_tensors,
                 position,
-                BoundaryOptions(hooked=position.swapped or self._guard.is_on),
+                BoundaryOptions(hooked=position.swapped or self._machine.guard.is_on),
             )
             for number, (layer, position) in enumerate(zip(self.layers, positions, strict=True))
         ]
@@ -155,7 +126,7 @@ class SwappedActivations(NotCopied):
         return self._last or self._figures()
 
     def _figures(self) -> SwapStats:
-        counters, host = self._manager.counters, self._tier.pool.stats
+        counters, host = self._manager.counters, self._machine.pool.stats
         self._rescues += self._manager.guard.take_rescues()
         totals = counters.totals()
         stayed_bytes = sum(layer.stayed_bytes for layer in counters.layers.values())
@@ -181,7 +152,7 @@ class SwappedActivations(NotCopied):
             self._manager.drain()  # before the figures: afterwards every wait is measured
         finally:
             self._last = self._figures()
-            self._tier.close()
+            self._machine.tier.close()
 
     def __enter__(self) -> Self:
         if self._last is not None:  # else a second ``with`` would train without swapping
@@ -192,10 +163,3 @@ class SwappedActivations(NotCopied):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _engine_device(device: torch.device, longest_delay_s: float) -> Device:
-    if device.type == "cpu":
-        return EmulatedDevice(longest_delay_s)
-    with torch.cuda.device(device):
-        return CudaDevice()

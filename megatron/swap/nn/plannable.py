@@ -1,0 +1,63 @@
+"""Models that cannot be planned, and what works against a plan in those that can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.nn.found_layers import is_compiled
+from megatron.swap.nn.layer_devices import devices_of
+
+
+def refuse_unplannable(model: Any) -> None:
+    """Refuse a model that cannot be planned.
+
+    Raises:
+        UsageError: says why, and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "memory_gib and memory_fraction plan a whole model, and a list of layers was given. Pass the model, whose "
+            "layers are in nn.ModuleList or nn.Sequential."
+        )
+    if is_compiled(model):
+        raise UsageError(
+            f"{type(model).__name__} is compiled as a whole: its steps and layers cannot be measured. Pass the model "
+            "before torch.compile, and train it uncompiled."
+        )
+    if len(devices := sorted(map(str, devices_of([model])))) > 1:
+        raise UsageError(
+            f"{type(model).__name__} is on {', '.join(devices)}: a budget needs a model on one GPU. Move it there "
+            '(no device_map="auto"), or swap layers without a budget.'
+        )
+    for name, module in model.named_modules():
+        sharded = {"FSDPModule", "FullyShardedDataParallel"} & {kind.__name__ for kind in type(module).__mro__}
+        if sharded:
+            raise UsageError(
+                f"{name or 'the model'} is sharded ({sharded.pop()}), so its weights are freed between uses: that is "
+                "not planned. Use DistributedDataParallel."
+            )
+
+
+def take_over(model: nn.Module) -> list[tuple[list[Callable[[], None]], str]]:
+    """Switch off what would work against the planner in a transformers model. Return how to undo each, and a line."""
+    found = []
+    modules = list(model.modules())
+    checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False) is True]
+    if checkpointing:
+        undo = [_switch_off(module, "gradient_checkpointing") for module in checkpointing]
+        found.append((undo, "the model's gradient checkpointing is off until close(): the planner decides instead"))
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    if caching:
+        undo = [_switch_off(config, "use_cache") for config in caching]
+        found.append((undo, "the model's use_cache is off until close(): a cache would hold keys and values"))
+    return found
+
+
+def _switch_off(owner: Any, name: str) -> Callable[[], None]:
+    setattr(owner, name, False)
+    return lambda: setattr(owner, name, True)
