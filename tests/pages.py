@@ -52,7 +52,7 @@ def num_words(text: str) -> int:
 FLAGS_HEAD = """\
 # Flags
 
-<!-- made by `python -m tests.pages` from add_swap_flags (megatron/swap/megatron_lm/arguments.py) -->
+<!-- made by `python -m tests.pages` from add_swap_flags (megatron/swap/common/settings.py) -->
 
 Every flag begins with `--swap-`; `--help-swap` prints the same texts. Layers count from 0 over the whole model. GiB and
 MiB are powers of two, and limits are per rank. Without these flags, Megatron Swap installs no hook and changes nothing.

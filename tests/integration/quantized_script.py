@@ -37,7 +37,7 @@ from torch import nn
 from benchmarks.runner.fp8_scales import fp8_scales
 from megatron.swap.common.plan import load_plan, save_plan
 from megatron.swap.megatron_lm.quantized import upstream
-from megatron.swap.run.upstream import supply_fusion_kernel
+from megatron.swap.trainer.upstream import supply_fusion_kernel
 from tests.integration.built_script import (
     DEVICE,
     ON_GPU,

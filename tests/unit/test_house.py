@@ -45,7 +45,7 @@ ONLY: dict[str, set[str]] = {
     "patches": set(),
     "common": set(),
 }
-MEGATRON_EDGE = {"megatron_lm"}
+MEGATRON_EDGE = {"megatron_lm", "trainer"}
 PATCHES_ALLOWED = {"trainer", "run", "megatron_lm"}
 
 SOURCE_SUFFIXES = {".py", ".sh", ".cpp", ".h"}

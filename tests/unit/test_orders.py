@@ -89,7 +89,7 @@ def module(make: Callable[[], nn.Module], data: Callable[[int], Any] = rows, **s
     """Train a model in ``swap.activations``."""
     device = logged()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron.swap.run.swapped_activations._engine_device", lambda *_: device)
+        patch.setattr("megatron.swap.run.run_device.EmulatedDevice", lambda *_: device)
         torch.manual_seed(7)
         model = make()
         with swap.activations(model, **{"layers": "all", "min_mib": 0, "host_gib": 0.05, **settings}):

@@ -156,7 +156,7 @@ class Plan:
     classes: tuple[PlanClass, ...]
     prefetch_gib: float | None = None
     offload_fraction: float | None = field(metadata={"key": "resting"}, default=None)
-    file: str | None = field(default=None, compare=False)
+    file: str | None = field(metadata={"key": None}, default=None, compare=False)
     """The file that the plan was read from."""
     _class_of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
 

@@ -16,7 +16,8 @@ from typing import Any
 from megatron.swap.common.leftovers import own_file
 from megatron.swap.common.types import MOST, UsageError
 
-SHORT = re.compile(r"[\[{]\s+([^\[\]{}]*?)\s+[\]}]")
+SHORT = re.compile(r"[\[{]\n\s*([^\[\]{}]*?)\n\s*[\]}]")
+"""An innermost object or list. Line ends stand only between the parts: in strings they are escaped."""
 LINE_WIDTH = 150
 MOST_FILE_BYTES = 256 << 20
 """Most bytes of a file that is read at once; the largest known are summaries of long runs, with 1 KiB a step."""

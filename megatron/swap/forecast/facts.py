@@ -1,4 +1,4 @@
-"""What planning, checks and offloading know of a Megatron run, wherever it was read: from flags or from a model."""
+"""Facts of a Megatron run that planning, checks and offloading need, whether read from flags or from a model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The adapter to Megatron-LM, and the only package that imports `megatron.core` and `megatron.training`.
+"""The adapter to Megatron-LM's models. Besides `trainer` the only package that imports Megatron.
 
-Owns the command line flags, the boundaries around Megatron's layers, the optimizer adapter, the producers of
-recomputable outputs and the chunked cross entropy. May import `patches`, and every package but those above it.
+Owns the boundaries around Megatron's layers, the checks of settings against a model, the optimizer adapter, the
+producers of recomputable outputs and the chunked cross entropy. May import `patches`, and every package below it.
 """

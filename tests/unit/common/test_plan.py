@@ -70,6 +70,11 @@ def test_a_plan_round_trips_exactly(tmp_path_factory: Any, entries: list, budget
     assert path.read_text() == first
 
 
+def test_blanks_before_brackets_stay_in_strings(tmp_path: Path) -> None:
+    plan = replace(PLAN, classes=(PlanClass("0", {"mlp/0": SitePlan("keep", why="[ a ]")}),))
+    assert load_plan(written(tmp_path, plan=plan)) == plan
+
+
 def test_a_person_can_read_it(tmp_path: Path) -> None:
     text = written(tmp_path).read_text()
     assert '"mlp/0": {"action": "swap", "mib": 688.0, "why": "13 ms on the link"}' in text

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.swap.common.flags import add_swap_flags
+from megatron.swap.common.flags import add_swap_flags, settings_of
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan, save_plan
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
+from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.checks import device_memory_gib, recompute_kinds
 from megatron.swap.trainer.checks import check_forward_step, check_is_gpt
 from megatron.swap.trainer.command_line import swap_config
@@ -184,13 +186,13 @@ def test_a_section_that_training_cannot_run_again_is_refused(folder: Path) -> No
 
 
 def test_the_budget_in_gib() -> None:
-    device_gib = device_memory_gib(parsed(""))
+    device_gib = device_memory_gib(MegatronFacts.of(vars(parsed(""))), Settings())
     assert device_gib > 0.1
     for flags, part in (("--swap-policy auto", 0.95), ("--swap-memory-fraction 0.5", 0.5)):
         assert swap_config(parsed(flags)).budget_gib(device_gib) == device_gib * part
     assert swap_config(parsed("--swap-memory-gib 0.1")).budget_gib(device_gib) == 0.1
     little = parsed("--swap-policy auto --swap-memory-fraction 0.5 --swap-cpu-memory-gib 0.05")
-    assert device_memory_gib(little) == 0.05
+    assert device_memory_gib(MegatronFacts.of(vars(little)), settings_of(little)) == 0.05
     with pytest.raises(UsageError, match=r"--swap-memory-gib 0\.1"):
         swap_config(parsed("--swap-memory-gib 0.1 --swap-cpu-memory-gib 0.05"))
 
@@ -198,7 +200,7 @@ def test_the_budget_in_gib() -> None:
 def test_the_kinds_that_have_to_tell(folder: Path) -> None:
     def kinds(flags: str, **theirs: object) -> tuple[str, ...]:
         args = parsed(flags, **theirs)
-        return recompute_kinds(args, swap_config(args))
+        return recompute_kinds(MegatronFacts.of(vars(args)), swap_config(args))
 
     assert kinds("--swap-layers all") == ()
     assert kinds("--swap-recompute norm") == ("norm",)

@@ -18,7 +18,7 @@ from megatron.swap.megatron_lm import weight_gradients
 from megatron.swap.megatron_lm.weight_gradients import TE_MODULE, TransformerEngineKernel, te_kernel
 from megatron.swap.patches import registry
 from megatron.swap.patches.weight_gradient_kernel import APEX_MODULE, SYMBOL, weight_gradient_kernel_patches
-from megatron.swap.run import upstream
+from megatron.swap.trainer import upstream
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TOLERANCE = 1e-6

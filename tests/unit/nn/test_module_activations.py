@@ -185,7 +185,7 @@ def test_no_copy_comes_late_or_early(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.append(LazyDevice())
         return devices[-1]
 
-    monkeypatch.setattr("megatron.swap.run.swapped_activations._engine_device", lazy)
+    monkeypatch.setattr("megatron.swap.run.run_device.EmulatedDevice", lazy)
     assert_equal(Cnn, images)
     assert_equal(OfKeyed)
     assert [device.violations for device in devices] == [[], []]

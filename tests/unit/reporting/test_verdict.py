@@ -61,7 +61,7 @@ def test_next_on_a_machine_without_a_gpu(settings: dict[str, Any], words: str):
     ("settings", "line"),
     [
         ({}, "--swap-memory-gib 27 in place of --swap-layers 0-23: the fastest plan within the memory of this run"),
-        ({"auto": True, "memory_gib": 1.0, "save_plan": "p.json"}, "--swap-plan p.json in place of --swap-memory-gib "),
+        ({"memory_gib": 1.0, "save_plan": "p.json"}, "--swap-plan p.json in place of --swap-memory-gib "),
         ({"memory_gib": 1.0}, "--swap-save-plan FILE writes the plan"),
     ],
 )

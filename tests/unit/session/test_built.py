@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import pickle
@@ -26,9 +27,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron.swap.common.flags import add_swap_flags, settings_of
 from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.built_model import parse_settings
 from megatron.swap.patches import cpu, registry
 from tests.unit.megatron_lm.test_optimizer_adapter import megatrons_optimizer
 
@@ -94,7 +96,7 @@ def untouched(model: nn.Module) -> bool:
         ({"memory_gib": 1e6}, "memory_gib=1e\\+06: must be at most what the device has"),
         ({"plan": "nowhere.json"}, "nowhere.json"),
         ({"layers": "all", "config": {"min_mb": 1}}, "min_mb: there is no such setting. The nearest is min_mib"),
-        ({"layers": "all", "config": {"min_mib": "few"}}, r'config\["min_mib"\]: invalid float value'),
+        ({"layers": "all", "config": {"min_mib": "few"}}, r'config\["min_mib"\]=.few.: must be a number of MiB'),
         ({"layers": "all", "config": {"summary": "x.json"}}, "summary: is a setting of runs of Megatron's trainer"),
         ({"layers": "all", "config": {"modules": ["mlpp"]}}, "'mlpp' is not a submodule"),
         ({"layers": "all", "config": {"optimizer": 0.5}}, "optimizer 0.5: there is no optimizer"),
@@ -487,6 +489,8 @@ def test_of_several_stacks_the_deepest_counts() -> None:
 
 
 def test_settings_are_those_of_the_flags() -> None:
-    given = parse_settings({"recompute": ["norm", "rotary"], "oom_guard": True, "verify": False, "disk_dir": None})
-    assert (given.swap_recompute, given.swap_oom_guard, given.swap_verify) == (["norm", "rotary"], True, False)
-    assert given.swap_disk_dir is None
+    given = {"recompute": ["norm", "rotary"], "oom_guard": True, "verify": False, "disk_dir": None, "min_mib": "0.5"}
+    flags = "--swap-recompute norm rotary --swap-oom-guard --swap-min-mib 0.5"
+    parsed = add_swap_flags(argparse.ArgumentParser()).parse_args(flags.split())
+    read = Settings(recompute=("norm", "rotary"), oom_guard=True, min_mib=0.5)
+    assert Settings.of(given) == settings_of(parsed) == read

@@ -16,10 +16,11 @@ from megatron.swap.common.types import PRODUCERS, UsageError
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.patches import compile_helpers, registry, te_weight_copies
 from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
-from megatron.swap.run.upstream import patches_of, patches_of_model
+from megatron.swap.run.upstream import patches_of_model
 from megatron.swap.trainer import prepare as preparation
 from megatron.swap.trainer.command_line import swap_config
 from megatron.swap.trainer.session import SwapSession
+from megatron.swap.trainer.upstream import patches_of
 from tests.unit.session.test_session import arguments
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")

@@ -109,14 +109,14 @@ def test_one_file_for_two_is_refused(
     (tmp_path / "a").mkdir()
     (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
     with pytest.raises(UsageError, match=f"{flag} {other}: must be another file than that of --swap-save-plan"):
-        Settings(save_plan="plan.json", **{field: other})
-    Settings(save_plan="plan.json", **{field: "other.json"})
+        Settings(policy="auto", save_plan="plan.json", **{field: other})
+    Settings(policy="auto", save_plan="plan.json", **{field: "other.json"})
 
 
 def test_where_no_file_can_be_made_is_told_at_once():
     """File permissions are no sufficient test: root has all of them in /proc."""
     with pytest.raises(UsageError, match=r"--swap-save-plan /proc/x/plan.json: must be a file that can be written"):
-        Settings(save_plan="/proc/x/plan.json")
+        Settings(policy="auto", save_plan="/proc/x/plan.json")
 
 
 def test_bounds_are_allowed_and_nothing_changes_afterwards():
