@@ -5,6 +5,7 @@ import __future__
 
 import copy
 import inspect
+import itertools
 import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,19 +20,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.instrumentation import Ranges
-from megatron.swap.common.types import ACTIVATION, KIB, LINEAR, MIB, NORM, Site, layer_positions
+from megatron.swap.common.types import ACTIVATION, KIB, LINEAR, MIB, NORM, LayerPosition, Site
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine import offload as offload_module
 from megatron.swap.engine.build import build_engine
 from megatron.swap.engine.handle import Group, Handle
-from megatron.swap.engine.layer_hooks import BoundaryOptions, LayerBoundary
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.oom_guard import OomGuard
 from megatron.swap.engine.policy import ManualPolicy, Policy
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.settings import EngineSettings, Instruments
 from megatron.swap.engine.wrapper_tensors import WrapperRules
+from megatron.swap.layers.boundary import Boundary
+from megatron.swap.layers.layers import Layers
+from megatron.swap.layers.run import LayerSpec, Rerun
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.base import Tier
@@ -128,6 +131,36 @@ def save(manager: SwapManager, tensor: torch.Tensor, site: Site, group: Group) -
     return None if handle is None else (handle, offload.join(tensor, handle, group))
 
 
+class _Swaps:
+    """A policy whose swapped and whole layers are others than it says."""
+
+    def __init__(self, policy: Policy, swapped: Collection[int], whole: Collection[int]) -> None:
+        self._policy, self._swapped, self._whole = policy, swapped, whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def swaps_layer(self, layer: int) -> bool:
+        return layer in self._swapped
+
+    def recomputes_whole(self, layer: int) -> bool:
+        return layer in self._whole or self._policy.recomputes_whole(layer)
+
+
+class _Layers(Layers):
+    def __init__(
+        self, saved_tensors: Any, policy: Policy, swapped: Collection[int], whole: Collection[int], *, hooks_all: bool
+    ) -> None:
+        super().__init__(saved_tensors, _Swaps(policy, swapped, whole))  # type: ignore[arg-type]
+        self._hooks_all = hooks_all
+
+    def _boundary(self, spec: LayerSpec, hooked: bool) -> Boundary:
+        return super()._boundary(spec, hooked or self._hooks_all)
+
+    def position(self, layer: int) -> LayerPosition:
+        return self._runs[self.boundaries[layer]][0].position
+
+
 class Engine:
     """The engine around ``layers``, on a machine without a GPU. ``close`` removes it from the layers.
 
@@ -194,22 +227,17 @@ class Engine:
         assert engine.recomputer is not None
         self.manager, self.saved_tensors, self.recomputer = engine.manager, engine.saved_tensors, engine.recomputer
         self._undo = [undo for layer in layers for undo in wrap(layer, self.recomputer)]
-        self.boundaries: list[LayerBoundary] = []
-        first = 0
+        self.bounded = _Layers(self.saved_tensors, policy, self.swapped, whole, hooks_all=recorded)
+        rerun = Rerun(checkpoint=lambda: partial(checkpoint, use_reentrant=True))
+        numbered = iter(enumerate(layers))
         for number, size in enumerate(chunks := chunks or [len(layers)]):
-            here = range(first, first + size)
-            last = number == len(chunks) - 1
-            positions = layer_positions([i in self.swapped for i in here], ends_in_loss and last)
-            for layer, position in zip(here, positions, strict=True):
-                hooked = recorded or guarded or layer in self.swapped or policy.recomputes_layer(layer)
-                runs_again = layer in whole or policy.recomputes_whole(layer)
-                again = partial(checkpoint, use_reentrant=True) if runs_again else None
-                self.boundaries.append(
-                    LayerBoundary(layer, layers[layer], self.saved_tensors, position,
-                                  BoundaryOptions(hooked=hooked, is_idle=lambda: policy.is_idle), again)
-                )  # fmt: skip
-            first += size
+            here = [LayerSpec(module=layer, number=i, rerun=rerun) for i, layer in itertools.islice(numbered, size)]
+            self.bounded.install(here, ends_in_loss=ends_in_loss and number == len(chunks) - 1)
         self._commit_bytes, offload_module.COMMIT_BYTES = offload_module.COMMIT_BYTES, commit_bytes
+
+    def position(self, layer: int) -> LayerPosition:
+        """Return the position of ``layer`` in its chunk."""
+        return self.bounded.position(layer)
 
     def __enter__(self) -> Engine:
         return self
@@ -227,8 +255,7 @@ class Engine:
 
     def close(self) -> None:
         offload_module.COMMIT_BYTES = self._commit_bytes
-        for boundary in self.boundaries:
-            boundary.remove()
+        self.bounded.remove()
         for undo in self._undo:
             undo()
         self.manager.drain()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.devices.base import Device
-from megatron.swap.nn.module_weights import WeightSwap
+from megatron.swap.params.module_weights import WeightSwap
 from tests.weight_models import Stack, num_hooks
 
 WIDTH = 16

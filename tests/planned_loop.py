@@ -11,7 +11,7 @@ from megatron import swap
 from torch import nn
 
 from megatron.swap.common.types import GIB
-from megatron.swap.engine.layer_hooks import override_forward
+from megatron.swap.engine.overrides import override_forward
 from megatron.swap.profiling.observer import Observer
 from tests.plain_loop import Trained, rows, train
 

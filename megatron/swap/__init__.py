@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron.swap.common.types import SwapError
     from megatron.swap.engine.policy import Policy
     from megatron.swap.engine.stash import Stash, stash
-    from megatron.swap.nn.module_weights import WeightStats, WeightSwap, weights
+    from megatron.swap.params.module_weights import WeightStats, WeightSwap, weights
     from megatron.swap.run.built import BuiltStats, BuiltSwap, install
     from megatron.swap.run.module_activations import activations
     from megatron.swap.run.planned_activations import PlannedActivations
@@ -71,14 +71,14 @@ _MODULES = {
     "SwappedActivations": "run.swapped_activations",
     "TensorStats": "tensor_swap.swap",
     "TensorSwap": "tensor_swap.swap",
-    "WeightStats": "nn.module_weights",
-    "WeightSwap": "nn.module_weights",
+    "WeightStats": "params.module_weights",
+    "WeightSwap": "params.module_weights",
     "activations": "run.module_activations",
     "add_swap_args": "trainer.command_line",
     "install": "run.built",
     "pretrain": "trainer.pretraining",
     "stash": "engine.stash",
-    "weights": "nn.module_weights",
+    "weights": "params.module_weights",
 }
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB
-from megatron.swap.engine.layer_hooks import override_forward
+from megatron.swap.engine.overrides import override_forward
 from megatron.swap.profiling.observer import Observer
 from tests.fuzz.records import Record, difference
 

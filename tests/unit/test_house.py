@@ -20,8 +20,9 @@ SWAP = ROOT / "megatron" / "swap"
 
 # Top to bottom; a module imports its own room and the rooms below. Each room's `__init__` says what it is for.
 ROOMS = (
-    "cli", "integrations", "dry", "trainer", "run", "megatron_lm", "nn", "autotune", "reporting", "operators",
-    "tensor_swap", "optimizer", "engine", "profiling", "forecast", "planner", "memory", "devices", "native", "common",
+    "cli", "integrations", "dry", "trainer", "run", "megatron_lm", "models", "autotune", "reporting", "layers",
+    "operators", "params", "tensor_swap", "optimizer", "engine", "profiling", "forecast", "planner", "memory",
+    "devices", "native", "common",
     "patches",
 )  # fmt: skip
 # Public paths: one import each, for scripts of users. Nothing in a room imports them.
@@ -30,13 +31,15 @@ PUBLIC_PATHS = {"arguments", "attention", "prepare", "session", "tensors", "type
 ONLY: dict[str, set[str]] = {
     "cli": {"dry", "forecast", "planner", "common"},
     "dry": {
-        "run", "nn", "operators", "autotune", "engine", "profiling", "forecast", "planner", "memory", "devices",
-        "native", "common",
+        "run", "models", "layers", "operators", "autotune", "engine", "profiling", "forecast", "planner", "memory",
+        "devices", "native", "common",
     },
     "integrations": {"run", "common"},
     "forecast": {"planner", "common"},
     "planner": {"common"},
-    "nn": {"autotune", "operators", "engine", "profiling", "planner", "memory", "devices", "native", "common"},
+    "models": {"layers", "params", "engine", "common"},
+    "layers": {"operators", "params", "engine", "profiling", "devices", "native", "common"},
+    "params": {"engine", "profiling", "memory", "devices", "native", "common"},
     "operators": {"engine", "devices", "native", "common"},
     "tensor_swap": {"memory", "devices", "native", "common"},
     "optimizer": {"memory", "devices", "common"},

@@ -156,7 +156,7 @@ class AutoPlan:
             self._ranks.all_or_none(lambda: self._apply_plan(transition.plan))
         elif self._target.policy.is_short:
             self._target.policy.is_short = False
-            self._parts.boundaries.apply_policy(self._target.settings.window_bytes(transition.plan))
+            self._parts.layers.apply_policy(self._target.settings.window_bytes(transition.plan))
             self._parts.device.release_cached()
         if transition.measurement is Measurement.RECORD:
             self._profiler.record(number)
@@ -168,7 +168,7 @@ class AutoPlan:
         parts, settings = self._parts, self._target.settings
         self.has_switched = True
         self._target.policy.apply_plan(plan)
-        parts.boundaries.apply_policy(settings.window_bytes(plan))
+        parts.layers.apply_policy(settings.window_bytes(plan))
         if settings.plans_optimizer:
             parts.device.release_cached()  # reloaded state must not fragment the last plan's memory
             parts.set_offload_fraction(1.0 if plan is None or plan.offload_fraction is None else plan.offload_fraction)

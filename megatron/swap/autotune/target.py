@@ -12,8 +12,8 @@ from megatron.swap.common.plan import Model
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MIB
 from megatron.swap.devices.base import Device
-from megatron.swap.engine.boundaries import LayerBoundaries
 from megatron.swap.engine.oom_guard import OomGuard
+from megatron.swap.layers.layers import Layers
 from megatron.swap.memory.tiers.base import Tier
 from megatron.swap.planner.profile import OffloadedState
 from megatron.swap.planner.schedule import most_micro_batches
@@ -91,7 +91,7 @@ class RunParts:
     """The parts of a run that the planner measures and switches.
 
     Attributes:
-        boundaries: the layers of this rank.
+        layers: the boundaries around the layers of this rank.
         device: the device of this rank.
         host_tier: host memory, whose link is measured.
         recorder: records steps.
@@ -107,7 +107,7 @@ class RunParts:
         guard: is on while steps are measured; ``None``: the planner does not switch it.
     """
 
-    boundaries: LayerBoundaries
+    layers: Layers
     device: Device
     host_tier: Tier
     recorder: Recorder

@@ -98,14 +98,14 @@ class WorkloadProfiler:
         recording = self._ranks.all_or_none(self._recorder.stop)  # before collectives that measure the link
         if self._link is None:
             self._link = slowest_link(parts.device, measure_link(parts.device, parts.host_tier))
-        if any(parts.boundaries.chunks()) and not self._recorded.layers:
+        if any(parts.layers.chunks()) and not self._recorded.layers:
             raise SwapError(
                 "while steps were recorded, none of this rank's layers ran: another function than their forward does "
                 "their work, which is not swapped. Drop the budget, or what replaces their forward."
             )
         saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen layers may save nothing
         saving &= trained_layers(recording)
-        chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.boundaries.chunks())
+        chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.layers.chunks())
         profile = build_profile(
             recording,
             target.model,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from megatron.swap.engine.layer_hooks import in_backward
+from megatron.swap.engine.overrides import in_backward
 
 IN_16_BITS = [
     "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d",

@@ -16,12 +16,12 @@ from megatron.swap.devices.base import Device, Stream
 from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.devices.dry_allocator import NO_END
-from megatron.swap.engine.layer_hooks import in_backward, override_forward
+from megatron.swap.engine.overrides import in_backward, override_forward
 from megatron.swap.forecast.gpus import Gpu
+from megatron.swap.layers.learned import LearnedLayers
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
-from megatron.swap.nn.found_layers import layers_of
-from megatron.swap.nn.plannable import take_over
-from megatron.swap.nn.planned_layers import PlannedLayers
+from megatron.swap.models.found_layers import layers_of
+from megatron.swap.models.plannable import take_over
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.run.build import Machine, build
 
@@ -81,7 +81,7 @@ def dry_device(model: nn.Module, gpu: Gpu, is_limited: bool = False) -> DryDevic
 @contextmanager
 def planned_layers(
     model: nn.Module, device: DryDevice, policy: SwitchingPolicy, autocast_cache: bool, recorder: Recorder | None = None
-) -> Iterator[PlannedLayers]:
+) -> Iterator[LearnedLayers]:
     """Return a context in which the engine is around the layers of ``model``, which does not know their order yet."""
     with ExitStack() as undo:
         ranges = None if recorder is None else recorder.ranges
@@ -91,16 +91,14 @@ def planned_layers(
         for switched, _ in take_over(model):
             for switch_on in switched:
                 undo.callback(switch_on)
-        planned = PlannedLayers(layers_of(model), engine.saved_tensors, policy)
+        planned = LearnedLayers(layers_of(model), engine.saved_tensors, policy, autocast_cache=autocast_cache)
         undo.callback(planned.remove)
-        for boundary in planned.boundaries:
-            boundary.autocast_cache = autocast_cache
         undo.callback(override_forward(model, _around(planned, model)))
         undo.callback(model.register_forward_pre_hook(_begins(planned), prepend=True).remove)
         yield planned
 
 
-def _around(planned: PlannedLayers, model: nn.Module) -> Callable[..., Any]:
+def _around(planned: LearnedLayers, model: nn.Module) -> Callable[..., Any]:
     inner = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +108,7 @@ def _around(planned: PlannedLayers, model: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def _begins(planned: PlannedLayers) -> Callable[..., None]:
+def _begins(planned: LearnedLayers) -> Callable[..., None]:
     def hook(*_: object) -> None:
         if torch.is_grad_enabled() and not in_backward():
             planned.begin_forward()

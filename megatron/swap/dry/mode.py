@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron.swap.common.types import MIB, UsageError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.dry.costs import ALLOCATING, HOST_MS, cost_of, touched_bytes
-from megatron.swap.engine.layer_hooks import in_backward
+from megatron.swap.engine.overrides import in_backward
 from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.operators.kinds import PRODUCTS, tensors_in
 

@@ -18,7 +18,7 @@ from megatron.swap.dry.engine import dry_device, planned_layers
 from megatron.swap.dry.mode import dry_run
 from megatron.swap.engine.policy import ManualPolicy
 from megatron.swap.forecast.gpus import Gpu
-from megatron.swap.nn.plannable import refuse_unplannable
+from megatron.swap.models.plannable import refuse_unplannable
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
 from megatron.swap.profiling.profile_builder import build_profile, trained_layers, with_recorded_times
 from megatron.swap.profiling.recorder import Recorder

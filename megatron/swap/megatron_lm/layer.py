@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import nn
 
 from megatron.swap.common.layer_ranges import format_ranges
-from megatron.swap.common.site_paths import CHECKPOINT_PATH, NON_LAYER, OWN_PATH
+from megatron.swap.common.site_paths import CHECKPOINT_PATH, OWN_PATH
 from megatron.swap.common.types import (
     LayerPosition,
     Site,
@@ -29,10 +29,10 @@ from megatron.swap.common.types import (
     layer_positions,
 )
 from megatron.swap.engine.handle import Group
-from megatron.swap.engine.layer_hooks import BoundaryOptions, LayerBoundary
 from megatron.swap.engine.policy import Policy, matches
 from megatron.swap.engine.saved_tensors import SavedTensors
-from megatron.swap.engine.sites import SiteNames
+from megatron.swap.layers.layers import Layers
+from megatron.swap.layers.run import LayerSpec, Rerun
 from megatron.swap.megatron_lm.layer_checkpoint import check_full_recomputation, layer_checkpoint
 from megatron.swap.megatron_lm.layer_reads import (
     attributes_read,
@@ -105,24 +105,24 @@ def check_one_stack(chunks: Sequence[nn.Module]) -> None:
         )
 
 
-class Boundaries:
-    """The boundaries around all layers of this rank; ``remove`` removes them.
+class MegatronLayers:
+    """The boundaries around Megatron's layers of this rank; ``remove`` removes them.
 
     Args:
         saved_tensors: the engine's hooks.
         policy: chooses the layers that offload and recompute.
         producers: makes kernels record their outputs; ``None``: nothing is recomputed.
+
+    Attributes:
+        layers: the boundaries.
     """
 
     def __init__(self, saved_tensors: SavedTensors, policy: Policy, producers: Producers | None = None) -> None:
-        self._manager = saved_tensors.manager
+        self.layers = Layers(saved_tensors, policy)
         self._saved_tensors = saved_tensors
         self._policy = policy
         self._producers = producers
-        self._layers: list[LayerBoundary] = []
-        self._chunks: list[tuple[list[LayerBoundary], bool]] = []
         self._segments: dict[TransformerBlock, CheckpointedSegments] = {}
-        self._non_layer_names: dict[nn.Module, SiteNames] = {}
         self._undo: list[Callable[[], None]] = []
 
     def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
@@ -136,74 +136,21 @@ class Boundaries:
             layers = list(block.layers)
             numbers = [layer.layer_number - 1 for layer in layers]
             _check_modules(modules, layers)
-            positions = layer_positions([self._policy.swaps_layer(number) for number in numbers], ends_in_loss)
-            segments = None
+            on_run_without_grad = None
             if block.config.recompute_granularity == "full":
                 check_full_recomputation(block.config)
-                by_number = dict(zip(numbers, positions, strict=True))
-                segments = CheckpointedSegments(self._saved_tensors, by_number)
+                positions = layer_positions([self._policy.swaps_layer(number) for number in numbers], ends_in_loss)
+                segments = CheckpointedSegments(self._saved_tensors, dict(zip(numbers, positions, strict=True)))
                 self._segments[block] = segments
+                on_run_without_grad = segments.on_run
                 if has_own_checkpointed_forward(block):
                     self._undo.append(_override_checkpointed_forward(block, segments))
-            boundaries: list[LayerBoundary] = []
-            for number, layer, position in zip(numbers, layers, positions, strict=True):
-                whole = self._policy.recomputes_whole(number)
-                checkpoint = layer_checkpoint(number, layer.config) if whole else None
-                if recomputed := self._producers is not None and self._policy.recomputes_layer(number) and not whole:
+            for number, layer in zip(numbers, layers, strict=True):
+                is_made = self._policy.recomputes_layer(number) and not self._policy.recomputes_whole(number)
+                if self._producers is not None and is_made:
                     self._producers.wrap(layer)
-                boundaries.append(
-                    LayerBoundary(
-                        number,
-                        layer,
-                        self._saved_tensors,
-                        position,
-                        BoundaryOptions(
-                            hooked=position.swapped or recomputed or self._manager.guard.is_on,
-                            on_run_without_grad=segments.on_run if segments else None,
-                            is_idle=lambda: self._policy.is_idle and not self._manager.guard.is_on,
-                            attributes=attributes_read,
-                            forked=forked_random_states(layer.config),
-                            may_have_gradients=may_have_gradients(layer),
-                            is_well_known=is_well_known(layer),
-                            first_run=first_run(layer),
-                        ),
-                        checkpoint=checkpoint,
-                    )
-                )
-            self._layers += boundaries
-            self._chunks.append((boundaries, ends_in_loss))
-
-    @property
-    def has_stack(self) -> bool:
-        """Whether a chunk of this rank has a ``TransformerBlock``, with layers or without."""
-        return bool(self._chunks)
-
-    def around_layers(self, chunk: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for the forward of ``chunk`` that records tensors saved outside its layers."""
-        if not self._saved_tensors.is_recorded:
-            return nullcontext()
-        if chunk not in self._non_layer_names:
-            layers = [boundary.module for boundary in self._layers]
-            self._non_layer_names[chunk] = SiteNames(NON_LAYER, chunk, without=layers)
-        return self._saved_tensors.outside_layers(self._non_layer_names[chunk])
-
-    def chunks(self) -> tuple[tuple[int, ...], ...]:
-        """Return the numbers of the layers of each model chunk of this rank, in the order of forward."""
-        return tuple(tuple(boundary.layer for boundary in boundaries) for boundaries, _ in self._chunks)
-
-    def apply_policy(self, window_bytes: int | None) -> None:
-        """Apply the changed policy from the next forward on. Call this between steps; its layers must all be hooked.
-
-        Args:
-            window_bytes: as in ``EngineSettings``.
-        """
-        for boundaries, ends_in_loss in self._chunks:
-            swapped = [self._policy.swaps_layer(boundary.layer) for boundary in boundaries]
-            for boundary, position in zip(boundaries, layer_positions(swapped, ends_in_loss), strict=True):
-                whole = self._policy.recomputes_whole(boundary.layer)
-                checkpoint = layer_checkpoint(boundary.layer, boundary.module.config) if whole else None
-                boundary.set_position(position, checkpoint)
-        self._manager.apply_policy(window_bytes)
+            specs = [_spec(layer, number, on_run_without_grad) for number, layer in zip(numbers, layers, strict=True)]
+            self.layers.install(specs, ends_in_loss=ends_in_loss)
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         """Return a context for a block's forward with full recomputation."""
@@ -214,18 +161,25 @@ class Boundaries:
 
     def remove(self) -> None:
         """Give all layers back their own forward."""
-        for boundary in self._layers:
-            boundary.remove()
+        self.layers.remove()
         while self._undo:
             self._undo.pop()()
-        for names in self._non_layer_names.values():
-            names.remove()
         if self._producers is not None:
             self._producers.remove()
-        self._non_layer_names.clear()
-        self._layers.clear()
-        self._chunks.clear()
         self._segments.clear()
+
+
+def _spec(layer: Any, number: int, on_run_without_grad: Callable[[int], None] | None) -> LayerSpec:
+    rerun = Rerun(
+        checkpoint=lambda: layer_checkpoint(number, layer.config),
+        forked=forked_random_states(layer.config),
+        may_have_gradients=may_have_gradients(layer),
+        is_well_known=is_well_known(layer),
+        first_run=first_run(layer),
+    )
+    return LayerSpec(
+        module=layer, number=number, attributes=attributes_read, rerun=rerun, on_run_without_grad=on_run_without_grad
+    )
 
 
 def num_micro_batches() -> int:

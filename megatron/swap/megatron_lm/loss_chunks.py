@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.engine.layer_hooks import override_forward, override_method
+from megatron.swap.engine.overrides import override_forward, override_method
 from megatron.swap.megatron_lm import cross_entropy
 from megatron.swap.megatron_lm.chunked_output import OutputLayer, chunked_losses
 

@@ -19,7 +19,7 @@ from megatron.swap.common.rounding import ceil_div
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
-from megatron.swap.engine.layer_hooks import in_backward
+from megatron.swap.engine.overrides import in_backward
 from megatron.swap.forecast.facts import MegatronFacts, state_bytes_of
 from megatron.swap.forecast.states import STATE_HOST_FRACTION, bucket_bytes_before_disk
 from megatron.swap.megatron_lm.optimizer_adapter import (

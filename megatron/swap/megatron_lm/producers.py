@@ -14,7 +14,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import nn
 
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, RESIDUAL, ROTARY
-from megatron.swap.engine.layer_hooks import override_forward, override_method
+from megatron.swap.engine.overrides import override_forward, override_method
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm.quantized import quantization_context, record_values
 

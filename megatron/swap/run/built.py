@@ -18,7 +18,7 @@ from megatron.swap.common.plan import check_model
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import INSTALL
 from megatron.swap.common.types import GIB, UsageError, format_bytes
-from megatron.swap.engine.layer_hooks import NotCopied, in_backward
+from megatron.swap.engine.overrides import NotCopied, in_backward
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.built_model import (
     blocks_of,

@@ -16,7 +16,7 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Model
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import SwapError, UsageError
-from megatron.swap.engine.layer_hooks import override_forward
+from megatron.swap.engine.overrides import override_forward
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.forecast.facts import MegatronFacts, has_sum_in_loss, model_of
 from megatron.swap.megatron_lm import accumulators
@@ -149,7 +149,7 @@ class ModelSwap:
             for chunk in chunks:
                 self._undo.append(parts.recorder.watch(chunk))
                 ends_in_loss = bool(getattr(chunk, "post_process", True))
-                parts.boundaries.install(chunk, settings.modules, ends_in_loss=ends_in_loss)
+                parts.layers.install(chunk, settings.modules, ends_in_loss=ends_in_loss)
                 if self.auto is not None:
                     self.auto.watch(chunk)
             self._undo.append(read_checks(parts.engine.saved_tensors.checks, chunks))
@@ -163,7 +163,7 @@ class ModelSwap:
                 if observer is not None:
                     stack.enter_context(observer.context(chunk))
                 if self.parts is not None:
-                    stack.enter_context(self.parts.boundaries.around_layers(chunk))
+                    stack.enter_context(self.parts.layers.layers.around_layers(chunk))
                 return inner(*args, **kwargs)
 
         return forward
@@ -174,7 +174,7 @@ class ModelSwap:
         parts = ActivationParts.build(settings, planned, self.run_device, self._ranges, self._take_peak, on_full)
         if planned.target is not None:
             of_run = RunParts(
-                boundaries=parts.boundaries,
+                layers=parts.layers.layers,
                 device=self.run_device.device,
                 host_tier=parts.machine.host_tier,
                 recorder=parts.recorder,
@@ -225,7 +225,7 @@ class ModelSwap:
         """
         if self.parts is None:
             raise unknown_model()
-        return self.parts.boundaries.around_checkpointed_forward(block)
+        return self.parts.layers.around_checkpointed_forward(block)
 
     def recomputer(self) -> Recomputer | None:
         """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
@@ -333,7 +333,7 @@ class ModelSwap:
         while self._undo:
             self._undo.pop()()
         if self.parts is not None:
-            self.parts.boundaries.remove()
+            self.parts.layers.remove()
 
 
 def unknown_model() -> UsageError:

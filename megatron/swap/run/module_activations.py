@@ -12,9 +12,9 @@ from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import UsageError, layer_positions
 from megatron.swap.engine.policy import Policy, policy_of
-from megatron.swap.nn.found_layers import layers_of
-from megatron.swap.nn.layer_devices import device_of
-from megatron.swap.nn.plannable import refuse_unplannable
+from megatron.swap.models.found_layers import layers_of
+from megatron.swap.models.layer_devices import device_of
+from megatron.swap.models.plannable import refuse_unplannable
 from megatron.swap.run.planned_activations import PlannedActivations
 from megatron.swap.run.run_device import RunDevice
 from megatron.swap.run.swapped_activations import SwappedActivations

@@ -17,7 +17,7 @@ from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.wrapper_tensors import WrapperRules
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.checks import device_memory_gib, recompute_kinds
-from megatron.swap.megatron_lm.layer import Boundaries
+from megatron.swap.megatron_lm.layer import MegatronLayers
 from megatron.swap.megatron_lm.layer_checkpoint import can_recompute_layers
 from megatron.swap.megatron_lm.least_saved import least_host_bytes
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
@@ -109,7 +109,7 @@ class ActivationParts:
     machine: RealMachine
     engine: Engine
     recorder: Recorder
-    boundaries: Boundaries
+    layers: MegatronLayers
 
     @property
     def manager(self) -> SwapManager:
@@ -147,4 +147,4 @@ class ActivationParts:
             on_saved=None if planned.plan_run is None else planned.plan_run.note, on_full=on_tier_full,
         )  # fmt: skip
         producers = None if engine.recomputer is None else Producers(engine.recomputer, planned.kinds)
-        return cls(machine, engine, recorder, Boundaries(engine.saved_tensors, planned.policy, producers))
+        return cls(machine, engine, recorder, MegatronLayers(engine.saved_tensors, planned.policy, producers))

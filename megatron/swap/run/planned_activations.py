@@ -20,11 +20,11 @@ from megatron.swap.common.spelling import ACTIVATIONS
 from megatron.swap.common.types import LINEAR, OPERATOR, SwapError, UsageError
 from megatron.swap.engine.build import Engine
 from megatron.swap.engine.function_transforms import untransformed
-from megatron.swap.engine.layer_hooks import in_backward, override_forward
+from megatron.swap.engine.overrides import in_backward, override_forward
 from megatron.swap.engine.policy import Policy
-from megatron.swap.nn.module_boundary import ModuleBoundary
-from megatron.swap.nn.plannable import take_over
-from megatron.swap.nn.planned_layers import PlannedLayers
+from megatron.swap.layers.layers import Layers
+from megatron.swap.layers.learned import LearnedLayers
+from megatron.swap.models.plannable import take_over
 from megatron.swap.planner.table import plan_heading, plan_table
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.saved_tensor_hooks import is_traced
@@ -64,7 +64,7 @@ class PlannedActivations(SwappedActivations):
             remedy=REMEDY,
         )  # fmt: skip
         self._undo: list[Callable[[], None]] = []
-        self._planned: PlannedLayers
+        self._planned: LearnedLayers
         self._recorder: Recorder
         self._auto: AutoPlan | None = None
         self._steps = TrainingSteps(self._end_step)
@@ -83,12 +83,12 @@ class PlannedActivations(SwappedActivations):
             on_full=self._on_tier_full,
         )
 
-    def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[ModuleBoundary]:
-        self._planned = PlannedLayers(
-            self.layers, self._saved_tensors, self._target.policy,
-            lambda: self._auto is None or self._auto.is_measuring, self._has_host_room,
+    def _put_boundaries(self, policy: Policy, autocast_cache: bool) -> Layers:
+        self._planned = LearnedLayers(
+            self.layers, self._saved_tensors, policy, lambda: self._auto is None or self._auto.is_measuring,
+            self._has_host_room, autocast_cache=autocast_cache, errors=ACTIVATIONS.errors,
         )  # fmt: skip
-        return self._planned.boundaries
+        return self._planned
 
     def _has_host_room(self, num_bytes: int) -> bool:
         return self._machine.pool.has_room(num_bytes)
@@ -98,7 +98,7 @@ class PlannedActivations(SwappedActivations):
             self._undo += switched
             self._say_here([line])
         parts = RunParts(
-            boundaries=self._planned,
+            layers=self._planned,
             device=self._machine.device,
             host_tier=self._machine.host_tier,
             recorder=self._recorder,
@@ -265,6 +265,5 @@ class PlannedActivations(SwappedActivations):
                     whatever_fails.callback(self._auto.finish)
                 whatever_fails.callback(self._auto.close)
             whatever_fails.callback(self._recorder.abandon)
-            whatever_fails.callback(self._planned.remove)
             for undo in self._undo:
                 whatever_fails.callback(undo)

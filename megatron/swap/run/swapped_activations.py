@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -10,13 +9,15 @@ from typing import Self
 from torch import nn
 
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.types import GIB, UsageError, format_bytes, layer_positions
+from megatron.swap.common.spelling import ACTIVATIONS
+from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.engine.build import Engine
-from megatron.swap.engine.layer_hooks import BoundaryOptions, NotCopied
 from megatron.swap.engine.oom_guard import Rescue
+from megatron.swap.engine.overrides import NotCopied
 from megatron.swap.engine.policy import Policy
+from megatron.swap.layers.layers import Layers
+from megatron.swap.layers.run import LayerSpec
 from megatron.swap.memory.host_budget import HostMemoryBudget
-from megatron.swap.nn.module_boundary import ModuleBoundary
 from megatron.swap.run.build import RealMachine, build, real_machine
 from megatron.swap.run.host_share import host_share
 from megatron.swap.run.run_device import RunDevice
@@ -99,27 +100,20 @@ class SwappedActivations(NotCopied):
         self._machine = real_machine(settings, run_device.device, share, HostMemoryBudget(share.total_bytes))
         engine = self._build(settings, policy, self._machine)
         self._manager, self._saved_tensors = engine.manager, engine.saved_tensors
-        self._boundaries = self._put_boundaries(is_swapped)
-        for boundary in self._boundaries:
-            boundary.autocast_cache = autocast_cache
+        self._boundaries = self._put_boundaries(policy, autocast_cache)
         self._last: SwapStats | None = None
         self._rescues: list[Rescue] = []
 
     def _build(self, settings: Settings, policy: Policy, machine: RealMachine) -> Engine:
         return build(settings, policy, machine)
 
-    def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[ModuleBoundary]:
-        positions = layer_positions(is_swapped, ends_in_loss=True)
-        return [
-            ModuleBoundary(
-                number,
-                layer,
-                self._saved_tensors,
-                position,
-                BoundaryOptions(hooked=position.swapped or self._machine.guard.is_on),
-            )
-            for number, (layer, position) in enumerate(zip(self.layers, positions, strict=True))
-        ]
+    def _put_boundaries(self, policy: Policy, autocast_cache: bool) -> Layers:
+        layers = Layers(self._saved_tensors, policy, ACTIVATIONS.errors)
+        layers.install([
+            LayerSpec(module=module, number=number, autocast_cache=autocast_cache)
+            for number, module in enumerate(self.layers)
+        ])  # fmt: skip
+        return layers
 
     def stats(self) -> SwapStats:
         """Return the totals until now, or until ``close``. Never waits for the device."""
@@ -146,8 +140,7 @@ class SwappedActivations(NotCopied):
         """
         if self._last is not None:
             return
-        for boundary in self._boundaries:
-            boundary.remove()
+        self._boundaries.remove()
         try:
             self._manager.drain()  # before the figures: afterwards every wait is measured
         finally:

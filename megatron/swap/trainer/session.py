@@ -115,7 +115,7 @@ class SwapSession(ModelSwap):
         needs_model = self.settings.attaches or self.run_device.observer is not None
         if needs_model and not self._is_attached:
             raise unknown_model()
-        if self.parts is not None and not self.parts.boundaries.has_stack:
+        if self.parts is not None and not self.parts.layers.layers.has_chunks:
             raise UsageError(
                 "the model has no TransformerBlock of Megatron, so nothing would be swapped. Train another model, or "
                 "drop the --swap- flags."

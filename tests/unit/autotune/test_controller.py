@@ -139,7 +139,7 @@ def test_layers_that_never_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     """Something else does their work, which is not swapped."""
     training = Training(CachingDevice(), monkeypatch)
     profiler = training.auto._profiler
-    training.parts.boundaries.chunks = lambda: ((0, 1),)  # type: ignore[attr-defined]
+    training.parts.layers.chunks = lambda: ((0, 1),)  # type: ignore[attr-defined]
     monkeypatch.setattr(profiler, "_link", Link(1, 1, 1, 1))
     profiler.record(2)
     training.parts.recorder.step_ended(3)

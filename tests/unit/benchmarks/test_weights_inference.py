@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from megatron.swap.nn.packed_weights import Layer
-from megatron.swap.nn.weight_buffers import Use, WeightBuffers
+from megatron.swap.params.packed_weights import Layer
+from megatron.swap.params.weight_buffers import Use, WeightBuffers
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from megatron.swap.devices.dry import DryDevice
 from megatron.swap.dry import mode as dry_mode
 from megatron.swap.dry.mode import dry_run
 from megatron.swap.dry.steps import dry_step
-from megatron.swap.engine.layer_hooks import in_backward
+from megatron.swap.engine.overrides import in_backward
 from megatron.swap.forecast.gpus import GPUS
 
 transformers = pytest.importorskip("transformers", reason="requirements-dev.txt has it")

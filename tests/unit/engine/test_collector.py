@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron.swap.engine.layer_hooks import LayerBoundary
+from megatron.swap.layers import boundary
 from tests.engine import (
     Engine,
     batch,
@@ -81,7 +81,7 @@ def test_no_delay_outlasts_a_step(schedule: list[tuple[str, int]]) -> None:
 
 def test_no_delay_outlasts_a_step_whose_layers_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that return no tensor: backward is noticed at the first tensor that it unpacks."""
-    monkeypatch.setattr(LayerBoundary, "_mark", lambda _, result, on_backward: result)
+    monkeypatch.setattr(boundary, "mark", lambda result, *_: result)
     layers = stack(4)
     with Engine(layers):
         for _ in range(3):

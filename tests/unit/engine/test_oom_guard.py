@@ -228,7 +228,7 @@ def test_what_a_layer_that_broke_off_has_saved_is_let_go_when_the_next_one_begin
             with pytest.raises(InterruptedError):
                 forward(layers, batch())
             gc.collect()
-            engine.manager.begin_forward(0, engine.boundaries[0]._position)
+            engine.manager.begin_forward(0, engine.position(0))
             offload = engine.manager.offload
             waiting = (offload._saved, offload._pending, offload._pending_bytes)
             assert waiting == ([], [], 0)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.engine.layer_state import StateReader
+from megatron.swap.engine.overrides import in_backward
 from megatron.swap.engine.recomputed_run import Contexts, RecomputedRunError, RunChecks
 from tests.engine import HIDDEN, Engine, Layer, forward, loss_of, one_after_the_other, stack, train_step
 

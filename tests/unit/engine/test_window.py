@@ -137,7 +137,7 @@ class TestWindow:
         layers = stack(6)
         with Engine(layers, range(3), device=LazyDevice()) as engine:
             train_step(layers, one_after_the_other(1))
-            manager, position = engine.manager, engine.boundaries[4]._position
+            manager, position = engine.manager, engine.position(4)
             saved = torch.ones(64)
             for _ in range(2):  # in two forwards: what the first claimed says nothing of the second
                 group = manager.begin_forward(4, position)
@@ -156,7 +156,7 @@ class TestWindow:
             manager, saved = engine.manager, torch.ones(64)
             kept, dropped = [], []
             for layer in (3, 4, 5):
-                group = manager.begin_forward(layer, engine.boundaries[layer]._position)
+                group = manager.begin_forward(layer, engine.position(layer))
                 manager.offload.account_kept(saved.untyped_storage(), group)
                 kept.append(group.kept_bytes)
                 manager.offload.account_kept(torch.ones(4096).untyped_storage(), group)  # its address is used again

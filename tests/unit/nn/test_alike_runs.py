@@ -19,8 +19,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.engine.recomputed_run import RecomputedRunError
 from megatron.swap.forecast.profiles import load_profile
-from megatron.swap.nn import alike_runs, planned_boundary
-from megatron.swap.nn.alike_runs import LEAST_MEASURED, AlikeRuns, kind_of
+from megatron.swap.layers import makers, whole
+from megatron.swap.layers import measure as alike_runs
+from megatron.swap.layers.measure import LEAST_MEASURED, AlikeRuns, kind_of
 from megatron.swap.planner.profile import LayerClass
 from megatron.swap.run.planned_activations import PlannedActivations
 from tests.plain_loop import WIDTH, Mlp, encoder, mlps, rows, tokens, train
@@ -109,8 +110,8 @@ def test_layers_that_run_again_drop_the_same(
     no_room: list[tuple[int, ...]], is_missing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_missing:
-        planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False)
-        monkeypatch.setattr(planned_boundary, "checkpoint", planted)
+        planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False, use_reentrant=False)
+        monkeypatch.setattr(whole, "torch_checkpoint", planted)
     model = nn.Sequential(*(Dropping() for _ in range(6)))
     with pytest.raises(RecomputedRunError) if is_missing else nullcontext():
         trained(model, rows, 0.8)
@@ -224,7 +225,7 @@ def test_layers_that_save_other_shapes_are_of_another_kind(
     layer: type[Heads], has_compiler: bool, no_room: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_compiler:
-        monkeypatch.setattr(planned_boundary, "load_operators", lambda: None)
+        monkeypatch.setattr(makers, "load_operators", lambda: None)
     torch.manual_seed(7)
     trained(nn.Sequential(*(layer(heads) for heads in (2, 2, 2, 16, 16, 16, 16))), tokens, 0.6)
     measured = [found[-1] if found else None for found in no_room[7:14]]  # the first recorded step

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from megatron import swap
 from torch import nn
 
 from megatron.swap.engine.recomputed_run import RecomputedRunError
+from megatron.swap.layers.whole import torch_checkpoint
 from tests.plain_loop import WIDTH, Mlp, loss_of, rows, train
 from tests.planned_loop import NUM_STEPS, QUIET, unswapped
 
@@ -44,9 +44,16 @@ class Recurrent(nn.Module):
 
 
 def recompute_whole(swapped: Any) -> None:
-    for boundary in swapped._planned.boundaries:
-        inner = boundary._on_run
-        boundary._on_run = lambda *given, inner=inner: replace(inner(*given), is_whole=True)
+    layers = swapped._planned
+    begin = layers.begin
+
+    def whole(*given: Any) -> Any:
+        run = begin(*given)
+        assert run is not None
+        run.checkpoint = torch_checkpoint
+        return run
+
+    layers.begin = whole  # type: ignore[method-assign]
 
 
 def model_of(kind: type[nn.Module]) -> nn.Sequential:

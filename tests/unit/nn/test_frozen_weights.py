@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron.swap.common.types import GIB
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.nn import weight_buffers
-from megatron.swap.nn.layer_devices import devices_of
-from megatron.swap.nn.weight_buffers import Buffer
+from megatron.swap.models.layer_devices import devices_of
+from megatron.swap.params import weight_buffers
+from megatron.swap.params.weight_buffers import Buffer
 from megatron.swap.profiling.observer import Observer
 from tests.frozen_models import MODELS, Adapted, Model, SelfCheckpointing, check_equal, data, make, one_batch, train
 from tests.lazy_device import LazyDevice, LazyStream

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Device
-from megatron.swap.nn.found_layers import stacked
+from megatron.swap.models.found_layers import stacked
 from tests.frozen_models import Trained, train
 from tests.lazy_device import LazyDevice
 from tests.transformers_models import MODELS

@@ -18,7 +18,7 @@ from torch import nn
 from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.nn.module_weights import WeightSwap
+from megatron.swap.params.module_weights import WeightSwap
 from tests.lazy_device import LazyDevice, LazyStream
 from tests.weight_models import DEVICES, MODELS, Far, mlp, num_hooks, picture, tied
 

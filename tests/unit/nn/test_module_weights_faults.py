@@ -16,7 +16,7 @@ from megatron.swap.common.types import MIB, SwapError, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
-from megatron.swap.nn import module_weights
+from megatron.swap.params import module_weights
 from tests.weight_models import DEVICES, Stack, convolutions, mlp, num_hooks, picture
 
 
@@ -345,6 +345,6 @@ def test_a_machine_that_refuses_midway(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_offered_without_importing_torch() -> None:
     code = "import sys; import megatron.swap as s; assert 'torch' not in sys.modules; print(s.weights.__module__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "megatron.swap.nn.module_weights"
+    assert done.stdout.strip() == "megatron.swap.params.module_weights"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         swap.nothing  # noqa: B018

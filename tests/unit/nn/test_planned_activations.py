@@ -23,9 +23,9 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.recomputed_run import RecomputedRunError
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.forecast.profiles import load_profile
+from megatron.swap.layers import learned, makers, whole
 from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
 from megatron.swap.native.operator_following import load_operators
-from megatron.swap.nn import planned_boundary
 from megatron.swap.planner.profile import Link
 from megatron.swap.run import planned_activations, swapped_activations
 from tests.plain_loop import (
@@ -62,7 +62,7 @@ def planned(model: nn.Module, memory_gib: float = 1.0, **options: Any) -> swap.P
 
 
 def test_layers_recomputed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_boundary, "computing_devices", lambda _: True)  # so that no operators are recorded
+    monkeypatch.setattr(learned, "computing_devices", lambda _: True)  # so that no operators are recorded
     for plan in assert_planned(mlps):
         assert "recomputed as a whole" in plan
 
@@ -73,8 +73,8 @@ def test_without_a_compiler_layers_are_recomputed_whole(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(planned_boundary, "load_operators", functools.cache(load_operators.__wrapped__))
-    monkeypatch.setattr(planned_boundary, "OperatorWatch", lambda *_: pytest.fail("follows"))
+    monkeypatch.setattr(makers, "load_operators", functools.cache(load_operators.__wrapped__))
+    monkeypatch.setattr(makers, "OperatorWatch", lambda *_: pytest.fail("follows"))
     for plan in assert_planned(mlps):
         assert "recomputed as a whole" in plan
     assert caplog.text.count("swap.activations recomputes whole layers only. no compiler is on PATH") == 1
@@ -91,8 +91,8 @@ def test_dropout_is_restored() -> None:
 
 
 def test_dropout_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False)
-    monkeypatch.setattr(planned_boundary, "checkpoint", planted)
+    planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False, use_reentrant=False)
+    monkeypatch.setattr(whole, "torch_checkpoint", planted)
     with pytest.raises(RecomputedRunError):
         assert_planned(encoder, tokens, (0.3,))
 
@@ -106,7 +106,7 @@ def of_autocast(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tenso
 
 @pytest.mark.slow
 def test_autocast_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_boundary, "computing_devices", lambda _: True)  # so that no operators are recorded
+    monkeypatch.setattr(learned, "computing_devices", lambda _: True)  # so that no operators are recorded
     assert "recomputed as a whole" in assert_planned(mlps, rows, (0.6, 0.4), of_autocast)[1]
 
 

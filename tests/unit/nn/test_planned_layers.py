@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.common.types import UsageError
 from megatron.swap.engine.layer_state import StateReader
 from megatron.swap.engine.run_snapshot import RunSnapshot
-from megatron.swap.nn import planned_boundary
+from megatron.swap.layers import whole as of_whole
+from megatron.swap.layers.whole import torch_checkpoint
 from tests.plain_loop import WIDTH, Mlp, assert_equal, loss_of, mlps, rows, train
 from tests.planned_loop import QUIET, assert_planned
 
@@ -99,9 +99,16 @@ class Model(nn.Module):
 
 
 def recompute_all(swapped: swap.PlannedActivations) -> None:
-    for boundary in swapped._planned.boundaries:
-        inner = boundary._on_run
-        boundary._on_run = lambda *given, inner=inner: replace(inner(*given), is_whole=True)
+    layers = swapped._planned
+    begin = layers.begin
+
+    def whole(*given: Any) -> Any:
+        run = begin(*given)
+        assert run is not None
+        run.checkpoint = torch_checkpoint
+        return run
+
+    layers.begin = whole  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -269,7 +276,7 @@ def test_the_checkpoint_always_gets_a_tensor_of_the_device(monkeypatch: pytest.M
         seen.append(tensors)
         return run(*tensors)
 
-    monkeypatch.setattr(planned_boundary, "checkpoint", checkpoint)
+    monkeypatch.setattr(of_whole, "torch_checkpoint", checkpoint)
     model = mlps(3)
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
         recompute_all(swapped)

@@ -20,7 +20,7 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine import offload
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.nn import planned_boundary
+from megatron.swap.layers import makers
 from megatron.swap.operators import following as operator_following
 from megatron.swap.operators import kinds as operator_kinds
 from megatron.swap.operators import records as operator_records
@@ -421,7 +421,7 @@ def test_casts_of_autocast_are_made_again() -> None:
 
 def test_changes_in_place_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the first step's watch what the model changes later is read again: an error, not a wrong loss."""
-    monkeypatch.setattr(planned_boundary, "version_probe_of", lambda tensor: alias_of(torch.empty(0)))
+    monkeypatch.setattr(makers, "version_probe_of", lambda tensor: alias_of(torch.empty(0)))
     with pytest.raises((RuntimeError, AssertionError)):
         assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=CHAINS)
 

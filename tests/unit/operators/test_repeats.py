@@ -22,7 +22,7 @@ from megatron.swap.engine import repeated_run
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.producer_records import ProducerRecord
 from megatron.swap.engine.repeated_run import RepeatingPacker
-from megatron.swap.nn import planned_boundary
+from megatron.swap.layers import makers
 from megatron.swap.operators import repeats as operator_repeats
 from megatron.swap.run import planned_activations
 from tests.plain_loop import loss_of, rows
@@ -86,7 +86,7 @@ class Run:
         target.policy._inner, target.policy._keeps_all = policy, False
         plan = self.swapped._auto.plan
         assert isinstance(plan, Plan)
-        self.swapped._planned.apply_policy(target.config.window_bytes(plan))
+        self.swapped._planned.apply_policy(target.settings.window_bytes(plan))
 
     def grads(self, model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -142,7 +142,7 @@ def test_equal_to_deciding(
     assert repeated["out"]
     monkeypatch.setattr(operator_repeats, "MAX_OTHERS", 0)
     for boundary in run.swapped._planned.boundaries:
-        boundary._repeats.clear()
+        boundary.makers._repeats.clear()
     decided = run.step()
     assert not run.ended
     assert repeated == decided
@@ -464,7 +464,7 @@ class OnceModed(Layer):
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         self.runs += 1
-        with Seeing() if self.runs < planned_boundary.MOST_UNSEEN else contextlib.nullcontext():
+        with Seeing() if self.runs < makers.MOST_UNSEEN else contextlib.nullcontext():
             return super().norm(hidden)
 
 
@@ -488,7 +488,7 @@ def test_nothing_is_made_again_in_layers_whose_operators_are_not_all_seen(
     layer: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(layer, Mixed(), monkeypatch)
-    monkeypatch.setattr(planned_boundary, "OperatorWatch", lambda *_: pytest.fail("follows"))
+    monkeypatch.setattr(makers, "OperatorWatch", lambda *_: pytest.fail("follows"))
     did = run.step()
     assert did["out"] > 0
     assert did["recomputed"] == did["recomputed bytes"] == 0

@@ -18,10 +18,10 @@ from torch import nn
 
 from megatron.swap.common.types import SwapError
 from megatron.swap.engine.handle import check_version
-from megatron.swap.engine.layer_hooks import override_forward
+from megatron.swap.engine.overrides import override_forward
 from megatron.swap.engine.saved_tensors import KeptTensor, Layout, keep
-from megatron.swap.nn.packed_weights import PLAIN, Block, Layer
-from megatron.swap.nn.weight_buffers import WeightBuffers
+from megatron.swap.params.packed_weights import PLAIN, Block, Layer
+from megatron.swap.params.weight_buffers import WeightBuffers
 from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext, innermost_hooks
 
 

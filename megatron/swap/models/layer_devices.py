@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.nn.module_weights import computing_devices
+from megatron.swap.params.module_weights import computing_devices
 
 
 def devices_of(modules: Iterable[nn.Module]) -> set[torch.device]:

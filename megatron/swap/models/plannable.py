@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.nn.found_layers import is_compiled
-from megatron.swap.nn.layer_devices import devices_of
+from megatron.swap.models.layer_devices import devices_of
+from megatron.swap.params.stacks import is_compiled
 
 
 def refuse_unplannable(model: Any) -> None:

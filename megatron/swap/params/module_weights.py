@@ -26,7 +26,7 @@ from megatron.swap.common.types import GIB, MOST, SwapError, UsageError, format_
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.engine.layer_hooks import NotCopied, has_boundary, in_backward
+from megatron.swap.engine.overrides import NotCopied, has_boundary, in_backward
 from megatron.swap.memory.host_memory import (
     HostMemoryError,
     PinStrategy,
@@ -35,10 +35,10 @@ from megatron.swap.memory.host_memory import (
     prepare_regions,
     safe_host_bytes,
 )
-from megatron.swap.nn.found_layers import is_compiled, stacked
-from megatron.swap.nn.frozen_weights import FrozenForward
-from megatron.swap.nn.packed_weights import LEAVE_OUT, Block, Layer, find_blocks, is_view_of, named_layers
-from megatron.swap.nn.weight_buffers import Use, WeightBuffers
+from megatron.swap.params.frozen_weights import FrozenForward
+from megatron.swap.params.packed_weights import LEAVE_OUT, Block, Layer, find_blocks, is_view_of, named_layers
+from megatron.swap.params.stacks import is_compiled, stacked
+from megatron.swap.params.weight_buffers import Use, WeightBuffers
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import torch
 from megatron.swap.common.counters import Counters
 from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Device, Event, Stream, bytes_of
-from megatron.swap.engine.layer_hooks import in_backward
-from megatron.swap.nn.packed_weights import Layer
+from megatron.swap.engine.overrides import in_backward
+from megatron.swap.params.packed_weights import Layer
 
 NUM_BUFFERS = 2
 """One holds the weights of the layer that computes while the other is filled."""

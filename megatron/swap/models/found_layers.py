@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.engine.layer_hooks import LayerBoundary
+from megatron.swap.engine.overrides import BoundsLayer
 from megatron.swap.engine.sites import is_hooked
+from megatron.swap.params.stacks import is_compiled, stacked
 
 
 def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
@@ -40,7 +41,7 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
                     f"{what} contains layer {numbers[inner]}: layers stand one after the other, never inside each "
                     "other. Pass one of both."
                 )
-            if is_hooked(inner) or isinstance(getattr(inner.forward, "__self__", None), LayerBoundary):
+            if is_hooked(inner) or isinstance(getattr(inner.forward, "__self__", None), BoundsLayer):
                 raise UsageError(f"{what} is swapped already: close() the other swap.activations(...) first.")
             if isinstance(inner, torch.jit.ScriptModule) or is_compiled(inner):
                 raise UsageError(
@@ -48,16 +49,6 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
                     "Swap it uncompiled, and compile the whole model instead: swapped layers then run uncompiled."
                 )
     return found
-
-
-def stacked(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the children of the outermost stacks in ``module``, or those of a stack that has no forward itself."""
-    is_stack = isinstance(module, nn.ModuleList | nn.Sequential)
-    for child in module.children():
-        if is_stack and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield child
-        else:
-            yield from stacked(child)
 
 
 def _given(layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -72,9 +63,3 @@ def _given(layers: Iterable[nn.Module]) -> list[nn.Module]:
                 "forward. Pass a model, or its layers as a list of modules."
             )
     return found
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is compiled by itself."""
-    # torch.compile(module) wraps it, module.compile() notes it. Their types would import the compiler.
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None

@@ -1,0 +1,201 @@
+"""Boundaries around the layers of a model that runs them in an order of its own. Runs, not modules, have numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.common.plan import Model
+from megatron.swap.common.types import UsageError
+from megatron.swap.engine.overrides import in_backward
+from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.layers.boundary import Boundary
+from megatron.swap.layers.layers import Layers
+from megatron.swap.layers.measure import AlikeRuns
+from megatron.swap.layers.order import RunOrder
+from megatron.swap.layers.run import LayerRun, LayerSpec
+from megatron.swap.params.module_weights import computing_devices
+
+
+class LearnedLayers(Layers):
+    """The boundaries around all layers of a model. The first step shows the order of their runs.
+
+    Args:
+        modules: the layers, each once.
+        saved_tensors: the engine's hooks.
+        policy: decides about the runs by their numbers.
+        is_measuring: whether steps are measured now.
+        has_room: whether the host has room for this many bytes more.
+        autocast_cache: as in ``LayerSpec``.
+        errors: as in ``Layers``.
+
+    Attributes:
+        order: of the runs.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        saved_tensors: SavedTensors,
+        policy: Policy,
+        is_measuring: Callable[[], bool] = lambda: False,
+        has_room: Callable[[int], bool] = lambda _: True,
+        *,
+        autocast_cache: bool = True,
+        errors: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__(saved_tensors, policy, errors)
+        self._alike = AlikeRuns(is_measuring, has_room)
+        self._has_begun = False
+        self._depth = 0  # of the model's forwards that run now
+        specs = [
+            LayerSpec(module=module, number=number, autocast_cache=autocast_cache)
+            for number, module in enumerate(modules)
+        ]
+        self.order = RunOrder([])
+        self.install(specs)
+        self.order = RunOrder(self.boundaries)
+        self._plan_runs()
+
+    def _boundary(self, spec: LayerSpec, hooked: bool) -> Boundary:
+        # Offloaded weights are elsewhere in backward, so operators on them cannot run again.
+        may_follow = not computing_devices(spec.module)
+        return Boundary(
+            spec, self._saved_tensors, self, makes_operators=True, may_follow=may_follow, alike=self._alike
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the order of the runs is known."""
+        return self.order.is_known
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of a forward."""
+        return len(self.order.boundaries)
+
+    # ------------------------------------------------------------------- asked by boundaries
+
+    def begin(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun | None:
+        """Begin a run with gradients; ``None``: the layer runs apart.
+
+        Raises:
+            UsageError: the model's forward does not run.
+        """
+        if boundary in self.order.apart:
+            return None
+        if not self._depth:
+            raise UsageError(
+                f"a layer ({type(boundary.module).__name__}) runs, but not through the forward of the model that "
+                "memory_gib was given for: pass the module that your loop calls."
+            )
+        nth, runs = self.order.runs(boundary), self._runs[boundary]
+        planned = runs[min(nth, len(runs) - 1)]  # more runs than known are like the last one
+        run = LayerRun(planned.number, planned.position, args, kwargs, nth, planned.checkpoint)
+        self.order.note_shape(run)
+        return run
+
+    def is_idle(self) -> bool:
+        """Whether a layer may run as if it had no boundary, because everything is kept."""
+        return self.order.is_known and super().is_idle()
+
+    def in_checkpoint(self, boundary: Boundary) -> None:
+        """Refuse a layer that runs inside the model's checkpoint.
+
+        Raises:
+            UsageError: the planner decides about it.
+        """
+        raise UsageError(
+            f"{type(boundary.module).__name__} runs inside an activation checkpoint of the model, and memory_gib plans "
+            "what is recomputed. Switch the model's checkpointing off."
+        )
+
+    def on_backward(self, boundary: Boundary) -> Callable[[], None]:
+        """Return what is called when backward enters the run that has ended."""
+        return self.order.on_backward(boundary)
+
+    # ------------------------------------------------------------------- the model's forward
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the model.
+
+        Raises:
+            UsageError: while the first steps are measured, the forward before this one waits for its backward.
+        """
+        self.order.begin_forward(is_measuring=self._saved_tensors.active_recorder is not None)
+        self._alike.begin_forward()
+        self._has_begun = True
+
+    @contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Return a context for the forward of ``model`` that records tensors saved outside its layers.
+
+        Raises:
+            UsageError: it trains, and did not begin: its ``forward`` was called, and not the model.
+        """
+        if torch.is_grad_enabled() and not in_backward() and not self._has_begun:
+            raise UsageError(f"{type(model).__name__}.forward is called by itself: call the model, model(...).")
+        self._depth += 1
+        try:
+            with self.around_layers(model):
+                yield
+        finally:
+            self._depth -= 1
+            self._has_begun &= self._depth > 0
+
+    # ------------------------------------------------------------------- asked by a run
+
+    def seen_order(self) -> list[nn.Module]:
+        """Return the layers of the longest forward that a backward has entered, in the order of their runs."""
+        return [boundary.module for boundary in self.order.seen()]
+
+    def learn_order(self, window_bytes: int | None) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Number the runs as in ``seen_order``, which is not empty. What all other layers save is kept from now on.
+
+        Args:
+            window_bytes: as in ``apply_policy``.
+
+        Returns:
+            The layers that no backward has entered, and those that run in other forwards than the longest.
+        """
+        idle, elsewhere = self.order.learn()
+        for boundary in self.boundaries:
+            assert boundary.makers is not None
+            boundary.makers.is_first_step = False
+        self.apply_policy(window_bytes)
+        return [boundary.module for boundary in idle], [boundary.module for boundary in elsewhere]
+
+    def describe(self, model: nn.Module) -> Model:
+        """Return what a plan file says of ``model``. What only a Megatron model has is 1."""
+        shape = self.order.hidden_shape
+        batch, *middle, width = shape if len(shape) > 1 else (1, 1)
+        parameter = next(model.parameters())
+        return Model(
+            num_layers=self.num_runs, hidden_size=max(1, width), ffn_hidden_size=1, num_attention_heads=1,
+            num_query_groups=1, seq_length=max(1, prod(middle)), micro_batch_size=max(1, batch), padded_vocab_size=1,
+            transformer_impl=type(model).__name__, dtype=str(parameter.dtype).removeprefix("torch."), gated=False,
+        )  # fmt: skip
+
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the numbers of the runs of a forward, in order, as the only chunk; none before they are known."""
+        return (tuple(range(self.num_runs)) if self.is_known else (),)
+
+    def apply_policy(self, window_bytes: int | None) -> None:
+        """Apply the changed policy from the next forward on. Call this between steps."""
+        for boundary in self.boundaries:
+            assert boundary.makers is not None
+            boundary.makers.forget_decisions()
+        super().apply_policy(window_bytes)
+
+    def _plan_runs(self) -> None:
+        self._runs.clear()
+        self._plan_chunk([(boundary, number) for number, boundary in enumerate(self.order.boundaries)], True)
+
+    def _bounded(self) -> Sequence[Boundary]:
+        return self.order.boundaries
