@@ -16,7 +16,7 @@ DEVICES: list[LoggedDevice] = []
 
 
 def device(self: Any) -> LoggedDevice:
-    DEVICES.append(logged(self._ranges))
+    DEVICES.append(logged(self.ranges))
     return DEVICES[-1]
 
 

@@ -66,8 +66,9 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 add(flag_of(name), nargs=0, action=_Switch, beside=flag.beside, default=False, help=flag.help)
             else:
                 options: dict[str, Any] = {"type": flag.number} if flag.number is not None else {}
+                options["default"] = flag.written or getattr(Settings, name)
                 if flag.takes_several:
-                    options["nargs"] = "+"
+                    options |= {"nargs": "+", "default": []}
                 add(flag_of(name), metavar=flag.metavar, choices=flag.choices or None, help=flag.help, **options)
     return parser
 

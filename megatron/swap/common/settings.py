@@ -53,6 +53,7 @@ class Flag:
         read: makes the setting of a value as it was given.
         beside: settings of Megatron that the flag sets too.
         instead: what to do without Megatron's trainer; ``None``: the setting is for any model.
+        written: the default as a command line gives it; ``None``: that of the field.
     """
 
     group: str
@@ -66,6 +67,7 @@ class Flag:
     read: Callable[[Any], Any] = lambda given: given
     beside: tuple[str, ...] = ()
     instead: str | None = None
+    written: str | None = None
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:
@@ -261,7 +263,7 @@ class Settings:
         "Fraction of the optimizer's state, 0 to 1, that is offloaded to host memory. The state passes through "
         "the GPU in buckets while the optimizer steps. auto: the planner or the plan decides how much. Default: "
         "0. Set it when weights and optimizer state fill the GPU.",
-        metavar="FRACTION", allowed=_FRACTION_OF_STATE, read=read_fraction,
+        metavar="FRACTION", allowed=_FRACTION_OF_STATE, read=read_fraction, written="0",
         is_allowed=lambda given: given == "auto" or 0 <= given <= 1)  # fmt: skip
     host_gib: float | None = _gib(
         "host memory and disk",
@@ -302,7 +304,8 @@ class Settings:
         (4, 5), "output and checks",
         "First and last step to trace, counted from the start of this run, from 3 on. Default: 4-5. Set "
         "it when a later step is of interest.",
-        metavar="STEPS", read=read_steps, allowed="two steps, first and last, from 3 on (those before warm up)",
+        metavar="STEPS", written="4-5", read=read_steps,
+        allowed="two steps, first and last, from 3 on (those before warm up)",
         is_allowed=lambda steps: 3 <= steps[0] <= steps[1])  # fmt: skip
     verify: bool = _setting(
         False, "output and checks",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,28 +29,30 @@ class _Mark(torch.autograd.Function):
         return grad, None
 
 
-def mark(result: Any, given: Collection[int], on_backward: Callable[[], None]) -> Any:
+def mark(result: Any, is_given: Callable[[torch.Tensor], bool], on_backward: Callable[[], None]) -> Any:
     """Return ``result`` of a layer with a mark: ``on_backward`` is called before backward enters the layer.
 
     Args:
-        given: identities of the tensors that the layer was called with.
+        is_given: whether the layer was called with a tensor.
     """
     if isinstance(result, torch.Tensor):
-        return _marked(result, given, on_backward)
+        return _marked(result, is_given, on_backward)
     if type(result) is tuple and all(one is None or isinstance(one, torch.Tensor) for one in result):
-        return tuple([one if one is None else _marked(one, given, on_backward) for one in result])
+        return tuple([one if one is None else _marked(one, is_given, on_backward) for one in result])
     for tensor in tensors_in(result):  # the caller gets the structure that the layer has made
         _hook(tensor, on_backward)
     return result
 
 
-def _marked(tensor: torch.Tensor, given: Collection[int], on_backward: Callable[[], None]) -> torch.Tensor:
+def _marked(
+    tensor: torch.Tensor, is_given: Callable[[torch.Tensor], bool], on_backward: Callable[[], None]
+) -> torch.Tensor:
     if not is_plain(tensor) or in_transform():
         _hook(tensor, on_backward)
     elif tensor.grad_fn is not None:
         # A view, or an input that is handed on, is one with a tensor that others hold: what the caller writes to it in
         # place must reach that tensor. The mark's output would be another one.
-        if tensor._base is None and id(tensor) not in given:
+        if tensor._base is None and not is_given(tensor):
             return _Mark.apply(tensor, on_backward)
         _hook(tensor, on_backward)
     return tensor

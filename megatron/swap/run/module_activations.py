@@ -96,13 +96,14 @@ def activations(
         cpu_delay_ms=cpu_delay_ms, memory_gib=memory_gib, memory_fraction=memory_fraction, save_plan=save_plan,
         save_profile=save_profile,
     )  # fmt: skip
-    run_device = RunDevice(settings, 0, Ranges(), torch_device=device_of(found))
     if is_planned:
         if layers != "all":
             raise UsageError(
                 f"layers {layers!r} beside memory_gib: the planner chooses within one budget. Leave one out."
             )
         refuse_unplannable(model)
+    run_device = RunDevice(settings, 0, Ranges(), torch_device=device_of(found))
+    if is_planned:
         return PlannedActivations(model, found, settings, run_device, log or logger.info, autocast_cache)  # type: ignore[arg-type]
     policy = policy_of(settings, len(found)) if isinstance(layers, str) else layers
     _check_policy(policy, layers, len(found))

@@ -27,7 +27,7 @@ from megatron.swap.layers import learned, makers, whole
 from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
 from megatron.swap.native.operator_following import load_operators
 from megatron.swap.planner.profile import Link
-from megatron.swap.run import planned_activations, swapped_activations
+from megatron.swap.run import host_share, planned_activations
 from tests.plain_loop import (
     Cnn,
     Mlp,
@@ -301,7 +301,7 @@ def test_lines_are_logged_and_standard_output_is_the_programs(
 
 def test_a_host_without_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = HostCapacity(2**34, 2**30, None, safe_bytes=0, reason="16 GiB of memory, 1 GiB available")
-    monkeypatch.setattr(swapped_activations, "safe_host_bytes", lambda _: nothing)
+    monkeypatch.setattr(host_share, "safe_host_bytes", lambda _: nothing)
     model = mlps()
     for settings in ({}, {"memory_gib": 1.0}):
         with pytest.raises(HostMemoryError, match=r"no memory left for activations: 16 GiB .* host_gib="):

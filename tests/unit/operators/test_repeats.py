@@ -24,7 +24,7 @@ from megatron.swap.engine.producer_records import ProducerRecord
 from megatron.swap.engine.repeated_run import RepeatingPacker
 from megatron.swap.layers import makers
 from megatron.swap.operators import repeats as operator_repeats
-from megatron.swap.run import planned_activations
+from megatron.swap.run import run_device
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import QUIET
 from tests.unit.native.helpers import NEEDS_COMPILER
@@ -272,7 +272,7 @@ def test_a_run_that_does_not_fit(
 ) -> None:
     """It decides from there on, and later runs repeat each other again."""
     if layer is Masked:  # a device's memory is observed by its allocator
-        monkeypatch.setattr(planned_activations, "Observer", lambda: None)
+        monkeypatch.setattr(run_device, "Observer", lambda: None)
     run = Run(layer, policy(), monkeypatch)
     for _ in range(3):
         run.ended.clear()
