@@ -1,11 +1,8 @@
-"""A file without a name on a local disk, for bytes that are needed only while training runs.
+"""A nameless file on a local disk, for bytes that are needed only while training runs.
 
-Nobody else can open the file, and nothing is left of it when the process ends, however it ends. Space is reserved
-before bytes are written, for optimizer state before training and for activations when they are offloaded, and is kept
-until the end. Reads and writes bypass the page cache where the file system allows it (O_DIRECT), which saves host
-memory.
-
-kvikio was considered: it needs a CUDA driver at import, and its threads do what ``os.preadv`` does, which holds no GIL.
+No other process can open the file, and no end of this process leaves anything of it. Space is reserved before bytes are
+written, and kept until the end. kvikio was tried: it needs a CUDA driver at import, and its threads do as
+``os.preadv`` does, which holds no GIL.
 """
 
 from __future__ import annotations
@@ -31,12 +28,9 @@ from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
 
-CHUNK_BYTES = 16 * MIB
-"""Bytes that one thread reads or writes in one call."""
-NUM_THREADS = 4
-"""Threads for reading, and as many for writing: enough to keep one disk busy."""
-SPARE_BYTES = 1 * GIB
-"""Bytes left free on the disk where no limit is given, since checkpoints may be saved there."""
+CHUNK_BYTES = 16 * MIB  # that one thread reads or writes in one call
+NUM_THREADS = 4  # for reading, and as many for writing: enough to keep one disk busy
+SPARE_BYTES = 1 * GIB  # left free on the disk for checkpoints, where no limit is given
 
 
 class DiskError(SwapError):
@@ -45,38 +39,34 @@ class DiskError(SwapError):
 
 @dataclass(eq=False, frozen=True)
 class DiskRoom:
-    """``num_bytes`` of a file from ``offset`` on, which is a multiple of ``BLOCK_BYTES``. Its last block is its own."""
+    """Some bytes of a ``DiskFile``. The last block has bytes of no other room."""
 
     file: DiskFile
-    offset: int
+    offset: int  # in the file; a multiple of BLOCK_BYTES
     num_bytes: int
 
     def view(self) -> torch.Tensor:
         """Map the bytes as a uint8 tensor. The kernel reads them at the first access, and writes changes back.
 
-        The mapping lives as long as a tensor on it. Until then ``DiskFile`` must not read or write these bytes.
+        While a tensor on the mapping lives, ``DiskFile`` must not read or write these bytes.
         """
         with torch.inference_mode(False):
             return torch.frombuffer(self.file.mapping(), dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
 
 
 class Traffic:
-    """Counts the bytes read and written, and the time during which the disk was busy.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Counts the bytes read and written, and the seconds of ``clock`` during which the disk was busy."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # reads and writes are counted on the file's threads
         self._num_under_way = 0
         self._began = self._busy_s = 0.0
         self._num_bytes = 0
 
     @contextmanager
     def count(self, num_bytes: int) -> Iterator[None]:
-        """Count one read or write of ``num_bytes`` on this thread, for as long as the context lasts."""
+        """Count one read or write of ``num_bytes`` on this thread, while the context lasts."""
         with self._lock:
             if not self._num_under_way:
                 self._began = self._clock()
@@ -91,7 +81,7 @@ class Traffic:
                     self._busy_s += self._clock() - self._began
 
     def take_ms_per_gib(self) -> float:
-        """Return the busy milliseconds per GiB of the transfers that ended since the last call; 0 if none did."""
+        """Return the busy milliseconds per GiB of the transfers that ended since the last call; 0 if none ended."""
         with self._lock:
             found = 0.0 if not self._num_bytes else self._busy_s * 1e3 / (self._num_bytes / GIB)
             self._busy_s, self._num_bytes = 0.0, 0
@@ -101,10 +91,8 @@ class Traffic:
 def disk_limit_bytes(folder: str | Path, limit_bytes: int | None = None, num_ranks: int = 1) -> int:
     """Return the bytes that each of ``num_ranks`` ranks of this host may take on the disk of ``folder``.
 
-    That is ``limit_bytes``, by default an equal part of (free bytes - ``SPARE_BYTES``).
-
-    Raises:
-        UsageError: ``folder`` is no folder, or has too little room for all ranks.
+    ``limit_bytes`` by default is an equal part of (free bytes - ``SPARE_BYTES``). Raises a ``UsageError`` if ``folder``
+    is no folder, or has too little room for all ranks.
     """
     try:
         free_bytes = shutil.disk_usage(folder).free
@@ -136,16 +124,7 @@ def _unusable(folder: str | Path, error: OSError) -> UsageError:
 class DiskFile:
     """A nameless file on the disk of ``folder``. It hands out room, and reads and writes with threads of its own.
 
-    Args:
-        folder: an existing folder, in which files can be created.
-        limit_bytes: the most to reserve.
-
-    Attributes:
-        reserved_bytes: size of the file; the disk has allocated all of it.
-        traffic: counts all reads and writes.
-
-    Raises:
-        UsageError: no file can be created there.
+    Raises a ``UsageError`` if no file can be created in ``folder``.
     """
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
@@ -155,11 +134,11 @@ class DiskFile:
             self.descriptor = _open_nameless(Path(folder))
         except OSError as error:
             raise _unusable(folder, error) from error
-        self.reserved_bytes = 0
-        self.traffic = Traffic()
+        self.reserved_bytes = 0  # size of the file, all of it allocated on the disk
+        self.traffic = Traffic()  # of all reads and writes
         self._mapping: weakref.ref[mmap.mmap] | None = None
         self.is_direct = True
-        try:
+        try:  # direct I/O bypasses the page cache, which saves host memory
             self._direct = _open_direct(self.descriptor)
         except OSError as error:
             self.is_direct = False
@@ -170,11 +149,7 @@ class DiskFile:
         self._writers = ThreadPoolExecutor(NUM_THREADS, "swap-disk-write")
 
     def take_all(self, sizes: Sequence[int]) -> list[DiskRoom]:
-        """Reserve room for each of ``sizes`` in bytes.
-
-        Raises:
-            DiskError: the limit is exceeded, or the disk is full; nothing was reserved.
-        """
+        """Reserve room for each of ``sizes`` in bytes, or raise a ``DiskError`` and reserve nothing."""
         num_bytes = sum(map(padded, sizes))
         if self.reserved_bytes + num_bytes > self.limit_bytes:
             raise DiskError(
@@ -195,7 +170,7 @@ class DiskFile:
         return rooms
 
     def mapping(self) -> mmap.mmap:
-        """Map the whole file into memory. All callers share one mapping, since a mapping takes a file descriptor."""
+        """Map the whole file into memory, once for all callers: a mapping takes a file descriptor."""
         mapping = self._mapping() if self._mapping is not None else None
         if mapping is None or len(mapping) < self.reserved_bytes:
             mapping = mmap.mmap(self.descriptor, self.reserved_bytes)
@@ -203,11 +178,10 @@ class DiskFile:
         return mapping
 
     def read(self, room: DiskRoom, start: int, target: torch.Tensor) -> list[Future[None]]:
-        """Fill ``target`` from byte ``start`` of ``room`` on. Returns a future per chunk; it may raise ``DiskError``.
+        """Fill ``target`` from byte ``start`` of ``room`` on. Return a future a chunk, which may raise ``DiskError``.
 
         Args:
-            target: uint8, whole blocks, at the beginning of a page. The caller keeps it alive until all futures are
-                done.
+            target: uint8, whole blocks, from the start of a page on. The caller keeps it until all futures are done.
             start: a multiple of ``BLOCK_BYTES``.
         """
         return [
@@ -217,11 +191,7 @@ class DiskFile:
     def write(
         self, room: DiskRoom, start: int, source: torch.Tensor, ready: Callable[[], object]
     ) -> list[Future[None]]:
-        """Write ``source`` to byte ``start`` of ``room`` on, once ``ready`` returns. Else as ``read``.
-
-        Args:
-            ready: waits until ``source`` has its bytes; called on other threads, once a chunk.
-        """
+        """Write ``source`` as ``read`` reads, once ``ready`` returns. Other threads call ``ready``, once a chunk."""
 
         def write(chunk: memoryview, offset: int) -> None:
             ready()
@@ -234,7 +204,7 @@ class DiskFile:
             self._move_all(is_read, memory, offset)
 
     def _move_all(self, is_read: bool, memory: memoryview, offset: int) -> None:
-        done = 0  # a call may move less than it was asked to
+        done = 0  # a call may move fewer bytes than asked for
         while done < len(memory):
             call = os.preadv if is_read else os.pwritev
             try:
@@ -257,10 +227,10 @@ class DiskFile:
         return DiskError(f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}).")
 
     def close(self) -> None:
-        """Finish all reads and writes, then close the file. A mapping lives until its last tensor dies. Idempotent."""
+        """Finish all reads and writes, then close the file. A mapping lives until its last tensor dies."""
         for threads in (self._readers, self._writers):
             threads.shutdown()
-        while self._open:  # by the second call their numbers may be those of other files
+        while self._open:  # at a second call the numbers may be those of other files
             os.close(self._open.pop())
 
 
@@ -270,12 +240,11 @@ def _chunks(memory: torch.Tensor) -> list[tuple[int, memoryview]]:
 
 
 def padded(num_bytes: int) -> int:
-    """Round ``num_bytes`` up to whole blocks."""
     return round_up(num_bytes, BLOCK_BYTES)
 
 
 def _open_direct(descriptor: int) -> int:
-    """Open the same file for direct I/O. Raises ``OSError`` if it cannot be read with it."""
+    """Open the same file for direct I/O. Raises ``OSError`` if direct reads fail."""
     direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_DIRECT)
     try:
         os.preadv(direct, [mmap.mmap(-1, BLOCK_BYTES)], 0)

@@ -18,25 +18,20 @@ from megatron.swap.memory.host_memory import (
     prepare_regions,
 )
 
-MIN_PIECES_PER_REGION = 64
-"""A shared mapping holds at least this many pieces. A larger piece gets a mapping of its own."""
+MIN_PIECES_PER_REGION = 64  # that a shared mapping holds at least; a larger piece gets a mapping of its own
 
 
 class HostArena:
     """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece: each piece is one tensor.
 
     Args:
-        limit_bytes: the most to reserve.
         pinned: register the memory with CUDA for the current device, and place it near that device.
         region_bytes: size of a mapping that small pieces share.
-
-    Attributes:
-        reserved_bytes: reserved so far, in whole pages.
     """
 
     def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
         self.limit_bytes = limit_bytes
-        self.reserved_bytes = 0
+        self.reserved_bytes = 0  # whole pages
         self._region_bytes = region_bytes
         self._large_bytes = region_bytes // MIN_PIECES_PER_REGION
         self._device = torch.cuda.current_device() if pinned else None
@@ -46,18 +41,13 @@ class HostArena:
         self._free: torch.Tensor | None = None
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return one piece of ``num_bytes``: a uint8 tensor that begins at a page.
-
-        Raises:
-            HostMemoryError: as ``take_all``.
-        """
+        """Return one piece of ``num_bytes``, as ``take_all``."""
         return self.take_all([num_bytes])[0]
 
     def take_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return pieces of these sizes in bytes, as ``take``. One call is faster than one call for each.
+        """Return uint8 tensors of these sizes, each from the start of a page on. Faster than a call for each.
 
-        Raises:
-            HostMemoryError: the limit does not allow all of them, and none was taken; or the machine has too little.
+        Raises a ``HostMemoryError``, and takes nothing, if the limit or the machine does not allow all of them.
         """
         if not self._fit(sizes):
             raise HostMemoryError(
@@ -71,18 +61,19 @@ class HostArena:
         return [_own_storage(piece[:size]) for piece, size in zip(pieces, sizes, strict=True)]
 
     def sure_bytes(self, num_pieces: int) -> int:
-        """Return the bytes that are sure to fit in ``num_pieces`` more pieces, whatever their sizes and order."""
+        """Return the bytes that fit in ``num_pieces`` more pieces, whatever their sizes and order."""
         left_bytes = self.limit_bytes - self.reserved_bytes
         if left_bytes >= 2 * self._region_bytes:
-            left_bytes -= self._region_bytes  # the last shared mapping
-        # Every other shared mapping wastes less than the largest piece that may share one.
+            left_bytes -= self._region_bytes  # the last shared mapping may be almost empty
+        # Each other shared mapping wastes less than the largest piece that may share a mapping, and each piece less
+        # than a page.
         return max(0, left_bytes * (MIN_PIECES_PER_REGION - 1) // MIN_PIECES_PER_REGION - num_pieces * PAGE_BYTES)
 
     def most_bytes(self, sizes: Sequence[int]) -> int:
-        """Return the most bytes that pieces of these ``sizes`` add to ``reserved_bytes``, in whatever order."""
+        """Return the most bytes that pieces of these ``sizes`` add to ``reserved_bytes``, in any order."""
         large_bytes = sum(_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes)
         small_bytes = sum(_paged(num_bytes) for num_bytes in sizes if num_bytes < self._large_bytes)
-        if small_bytes:  # all shared mappings but the last waste less than one piece each
+        if small_bytes:  # each shared mapping but the last wastes less than one piece
             small_bytes = ceil_div(small_bytes * MIN_PIECES_PER_REGION, MIN_PIECES_PER_REGION - 1) + self._region_bytes
         return min(large_bytes + small_bytes, self.limit_bytes - self.reserved_bytes)
 
@@ -102,11 +93,10 @@ class HostArena:
         return left_bytes >= 0
 
     def _shared_bytes(self, left_bytes: int, num_bytes: int) -> int:
-        """Return the size of the next shared mapping; near the limit just ``num_bytes``, to leave room for others."""
+        # Near the limit a mapping is as large as its first piece, which leaves room for others.
         return self._region_bytes if left_bytes >= 2 * self._region_bytes else num_bytes
 
     def _cut(self, num_bytes: int) -> torch.Tensor:
-        """Cut a piece of whole pages from a shared mapping."""
         if self._free is None or self._free.numel() < num_bytes:
             (self._free,) = self._reserve([self._shared_bytes(self.limit_bytes - self.reserved_bytes, num_bytes)])
         taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
@@ -119,7 +109,7 @@ class HostArena:
         return [region.tensor for region in regions]
 
     def close(self) -> None:
-        """Unregister all memory. Every copy must be over. A mapping is unmapped with the last tensor on it."""
+        """Unregister all memory. Every copy must be over. The last tensor on a mapping unmaps it."""
         for region in self._regions:
             region.unregister()
         self._regions.clear()
@@ -127,7 +117,7 @@ class HostArena:
 
 
 def _own_storage(piece: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a storage of its own, because ``torch.save`` writes whole storages."""
+    # torch.save writes whole storages, so a piece needs a storage of its own.
     with torch.inference_mode(False):
         return torch.from_numpy(piece.numpy())
 

@@ -1,8 +1,4 @@
-"""The host memory budget of one rank: its limit, and the reservations in it.
-
-Optimizer state, disk buffers and the out-of-memory guard hold named reservations. A ``HostPool`` may take the rest: its
-limit changes with the reservations.
-"""
+"""The host memory budget of one rank: its limit, and the reservations in it."""
 
 from __future__ import annotations
 
@@ -13,27 +9,19 @@ from megatron.swap.memory.host_memory import HostMemoryError
 
 
 class HostMemoryBudget:
-    """Host memory that is split into named reservations and a remainder.
+    """Host memory in named reservations (optimizer state, disk buffers, guard) and a remainder, which is one pool's.
 
-    The remainder belongs to one pool. It changes with the reservations, and may shrink below the pool's reserved bytes:
-    the pool then does not grow until there is room again. Any thread may call any method.
-
-    Args:
-        limit_bytes: the sum of all reservations and the remainder.
+    The remainder may shrink below the pool's reserved bytes. The pool then does not grow until there is room again.
+    Any thread may call any method.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self.limit_bytes = limit_bytes  # all reservations and the remainder
+        self._lock = threading.Lock()  # of the reservations: the pool asks on any thread
         self._reserved: dict[str, int] = {}
 
     def reserve(self, name: str, num_bytes: int = 0) -> Reservation:
-        """Reserve ``num_bytes`` under ``name``, which appears in error messages.
-
-        Raises:
-            ValueError: the name is taken.
-            HostMemoryError: all reservations together would exceed the limit; nothing has changed then.
-        """
+        """Reserve ``num_bytes`` under a new ``name``, which appears in error messages. Raises as ``resize``."""
         with self._lock:
             if name in self._reserved:
                 raise ValueError(f"{name} has a reservation of {format_bytes(self._reserved[name])} already: resize it")
@@ -42,7 +30,6 @@ class HostMemoryBudget:
 
     @property
     def unreserved_bytes(self) -> int:
-        """The bytes that are in no reservation."""
         with self._lock:
             return self.limit_bytes - sum(self._reserved.values())
 
@@ -52,7 +39,7 @@ class HostMemoryBudget:
             return _in_words(self._reserved)
 
     def _set(self, name: str, num_bytes: int) -> None:
-        """Change one reservation; runs under the lock."""
+        """Change one reservation, under the lock."""
         others = {other: size for other, size in self._reserved.items() if other != name}
         left_bytes = self.limit_bytes - sum(others.values())
         if num_bytes > left_bytes:
@@ -69,28 +56,18 @@ def _in_words(reserved: dict[str, int]) -> str:
 
 
 class Reservation:
-    """One named part of a budget. Made by ``HostMemoryBudget.reserve`` only.
-
-    Attributes:
-        budget: the budget that it is a part of.
-        name: of the holder, for error messages.
-    """
+    """One named part of a budget. ``HostMemoryBudget.reserve`` makes reservations."""
 
     def __init__(self, budget: HostMemoryBudget, name: str) -> None:
         self.budget = budget
-        self.name = name
+        self.name = name  # of the holder, for error messages
 
     @property
     def num_bytes(self) -> int:
-        """The bytes reserved now."""
         with self.budget._lock:
             return self.budget._reserved[self.name]
 
     def resize(self, num_bytes: int) -> None:
-        """Change the reservation to ``num_bytes``.
-
-        Raises:
-            HostMemoryError: all reservations together would exceed the limit; nothing has changed then.
-        """
+        """Change the reservation to ``num_bytes``, or raise a ``HostMemoryError`` if the limit would be exceeded."""
         with self.budget._lock:
             self.budget._set(self.name, num_bytes)

@@ -1,8 +1,4 @@
-"""Host memory from the operating system: how much is safe to reserve, and how pages are made ready.
-
-* The capacity: ``safe_host_bytes`` reads /proc/meminfo and the cgroup files, ``check_host_request`` judges a request.
-* The pages: ``HostRegion`` maps, touches and registers one block of memory. ``prepare_regions`` does so for many at
-  once: some threads touch blocks while others register the blocks that are touched already.
+"""Host memory from the operating system: the bytes that are safe to reserve, and pages made ready for copies.
 
 All sizes are bytes.
 """
@@ -16,6 +12,7 @@ import platform
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,32 +31,17 @@ class HostMemoryError(SwapError):
     """Host memory, or its limit, is too small. The message has the figures and the flag to change."""
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The capacity
-# ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class HostCapacity:
-    """The host memory that one rank may reserve. All figures but ``safe_bytes`` are for the whole host.
+    """The host memory that one rank may reserve. All figures but ``safe_bytes`` are for the whole host."""
 
-    Attributes:
-        total_bytes: physical memory (MemTotal).
-        available_bytes: can still be allocated, within the machine's memory and every cgroup above this process.
-        cgroup_limit_bytes: the lowest cgroup limit; None: there is none.
-        safe_bytes: the default of one rank: (``available_bytes`` - ``headroom_bytes``) / ``local_world_size``.
-        reason: how ``safe_bytes`` was computed, for messages.
-        headroom_bytes: left unreserved.
-        local_world_size: ranks on this host.
-    """
-
-    total_bytes: int
-    available_bytes: int
-    cgroup_limit_bytes: int | None
-    safe_bytes: int
-    reason: str
-    headroom_bytes: int = 0
-    local_world_size: int = 1
+    total_bytes: int  # physical memory (MemTotal)
+    available_bytes: int  # left in the machine's memory and below the limit of each cgroup of this process
+    cgroup_limit_bytes: int | None  # the lowest limit of a cgroup; None if no cgroup has a limit
+    safe_bytes: int  # a rank's default: (available_bytes - headroom_bytes) / local_world_size
+    reason: str  # the computation of safe_bytes, for messages
+    headroom_bytes: int = 0  # left unreserved
+    local_world_size: int = 1  # ranks on this host
 
     def less(self, num_bytes: int, name: str) -> HostCapacity:
         """Return the capacity that remains when every rank takes ``num_bytes`` more, for ``name``."""
@@ -72,25 +54,15 @@ class HostCapacity:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this host, from the launcher's environment variable; 1 without a launcher."""
+    """Return the number of ranks on this host, as the launcher says; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCapacity:
-    """Measure how much host memory each of the ``local_world_size`` ranks of this host can safely reserve.
+    """Measure the host memory that each of the ``local_world_size`` ranks of this host can safely reserve.
 
-    That is (available memory - headroom) / ranks. The headroom is for memory that is allocated after this call: the
-    page cache of the data set, data loader workers, communication buffers, a checkpoint being staged. It is the larger
-    of 4 GiB and 10 % of the memory that this process may use, but at most a quarter of it, so that an 8 GiB laptop has
-    memory left for swapping. Every rank must call this before any rank reserves memory. Otherwise the memory of the
-    first rank counts as unavailable to the others.
-
-    Args:
-        root: replaces "/" in tests.
-
-    Raises:
-        ValueError: ``local_world_size`` is below 1.
-        HostMemoryError: /proc/meminfo cannot be read.
+    Every rank must call this before any rank reserves memory: reserved memory counts as unavailable. ``root`` replaces
+    "/" in tests. Raises a ``HostMemoryError`` if /proc/meminfo cannot be read.
     """
     if local_world_size < 1:
         raise ValueError(f"local_world_size must be at least 1, got {local_world_size}")
@@ -105,6 +77,8 @@ def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCap
         if left_bytes < available_bytes:
             available_bytes = left_bytes
             reason += f"; cgroup limit {format_bytes(limit_bytes)} with {format_bytes(left_bytes)} left"
+    # Memory that is allocated later: page cache of the data set, data loader workers, communication buffers, a
+    # checkpoint being staged. A quarter at most, so that a laptop of 8 GiB has memory left for swapping.
     headroom_bytes = min(max(4 * GIB, usable_bytes // 10), usable_bytes // 4)
     safe_bytes = round_down(max(0, available_bytes - headroom_bytes) // local_world_size, PAGE_BYTES)
     reason += f"; less a headroom of {format_bytes(headroom_bytes)}"
@@ -117,36 +91,28 @@ def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCap
 
 
 def machine_memory_gib() -> float:
-    """Return the memory of this machine that this process may use, in GiB. It stands for a device's on the CPU."""
+    """Return the GiB of this machine's memory that this process may use. On a CPU they stand for a device's memory."""
     host = safe_host_bytes(1)
     return min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the host memory that this process can take now: of the machine, and below the limits of its cgroups.
-
-    The whole page cache counts as available: the kernel reclaims it before it refuses memory.
-    """
+    """Return the host memory that this process can take now, of the machine and below the limits of its cgroups."""
     _, available_bytes = _physical_memory(root)
+    # The whole page cache counts as available: the kernel reclaims it before it refuses memory.
     limits = _cgroup_limits(root, cache=("inactive_file", "active_file"))
     return min([available_bytes, *(left_bytes for _, left_bytes in limits)])
 
 
 def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: bool) -> None:
-    """Refuse a request of one rank that the host cannot hold.
-
-    The limit is an equal part of the available memory, headroom included: the headroom is for the default, and a user
-    who gives a number may use it.
+    """Raise a ``HostMemoryError`` if one rank's request exceeds its equal part of the available memory.
 
     Args:
         unchecked: accept every positive request, for machines whose reported memory starts small and grows on demand.
-
-    Raises:
-        UsageError: the request is not positive.
-        HostMemoryError: the request is too large.
     """
     if requested_bytes <= 0:
         raise UsageError(f"--swap-host-gib must be greater than 0, got {requested_bytes / GIB:g}")
+    # The headroom is for the default only: a user who gives a number may use the headroom too.
     share_bytes = capacity.available_bytes // capacity.local_world_size
     if unchecked or requested_bytes <= share_bytes:
         return
@@ -163,27 +129,20 @@ def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: 
 def _physical_memory(root: Path) -> tuple[int, int]:
     """Return MemTotal and MemAvailable, in bytes."""
     path = root / "proc/meminfo"
-    fields = {}
     try:
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if value.split():
-                fields[name] = int(value.split()[0]) * 1024
-        total_bytes = fields["MemTotal"]
-        # Kernels before 3.14 and some sandboxes have no MemAvailable: free memory and page cache approximate it.
-        fallback_bytes = fields.get("MemFree", 0) + fields.get("Buffers", 0) + fields.get("Cached", 0)
-    except (OSError, ValueError, KeyError) as error:
+        kib = _numbers(path)
+        total_kib = kib["MemTotal"]
+    except (OSError, KeyError) as error:
         raise HostMemoryError(f"cannot read the size of the host memory from {path}: {error!r}") from error
-    return total_bytes, min(total_bytes, fields.get("MemAvailable", fallback_bytes))
+    # Kernels before 3.14 and some sandboxes have no MemAvailable: free memory and page cache approximate it.
+    fallback_kib = kib.get("MemFree", 0) + kib.get("Buffers", 0) + kib.get("Cached", 0)
+    return total_kib * 1024, min(total_kib, kib.get("MemAvailable", fallback_kib)) * 1024
 
 
 def _cgroup_limits(root: Path, cache: Sequence[str] = ("inactive_file",)) -> list[tuple[int, int]]:
-    """Return (limit, bytes left below it) of every cgroup with a memory limit between this process and the root.
+    """Return (limit, bytes left) of every cgroup with a memory limit between this process and the root.
 
     Page cache of the kinds ``cache`` counts as left.
-
-    Inside a container /proc/self/cgroup may give the host's path although only the container's own cgroup is mounted,
-    at the mount's root. The loop walks up from the path and skips folders that do not exist, so it works for both.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -196,11 +155,13 @@ def _cgroup_limits(root: Path, cache: Sequence[str] = ("inactive_file",)) -> lis
         if controllers == "":
             mount, limit_name, usage_name, prefix = "", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            mount, limit_name, usage_name = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            prefix = "total_"
+            mount, prefix = "memory", "total_"
+            limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
+        # In a container /proc/self/cgroup may give the host's path, but only the own cgroup is mounted, at the
+        # mount's root. So walk up from the path, and skip folders that do not exist.
         for depth in range(len(parts), -1, -1):
             folder = (root / "sys/fs/cgroup" / mount).joinpath(*parts[:depth])
             limit_bytes = _read_int(folder / limit_name)
@@ -208,8 +169,9 @@ def _cgroup_limits(root: Path, cache: Sequence[str] = ("inactive_file",)) -> lis
             if limit_bytes is None or limit_bytes >= 1 << 60:
                 continue
             used_bytes = _read_int(folder / usage_name) or 0
-            cache_bytes = sum(_read_stat(folder / "memory.stat", f"{prefix}{name}") for name in cache)
-            used_bytes -= min(used_bytes, cache_bytes)
+            with suppress(OSError):
+                stat = _numbers(folder / "memory.stat")
+                used_bytes = max(0, used_bytes - sum(stat.get(f"{prefix}{name}", 0) for name in cache))
             limits.append((limit_bytes, max(0, limit_bytes - used_bytes)))
     return limits
 
@@ -221,89 +183,58 @@ def _read_int(path: Path) -> int | None:
         return None
 
 
-def _read_stat(path: Path, name: str) -> int:
-    try:
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The pages
-# ------------------------------------------------------------------------------------------------------------
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the number behind each name in a file of the kernel."""
+    rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 @dataclass(frozen=True)
 class PinStrategy:
-    """Method that makes fresh memory ready.
+    """The method that makes fresh memory ready."""
 
-    Attributes:
-        touch: "pages" writes one byte a page; "populate" asks the kernel (MADV_POPULATE_WRITE, Linux 5.14) and falls
-            back to "pages"; "memset" writes every byte; "none": pages become resident at registration or first use.
-        touch_threads: None: min(16, usable cores).
-        register_threads: threads that register touched regions with CUDA.
-        huge_pages: ask for transparent huge pages.
-        chunk_bytes: touched by one thread at a time.
-    """
-
+    # "pages" writes one byte a page. "populate" asks the kernel (MADV_POPULATE_WRITE, Linux 5.14), else as "pages".
+    # "memset" writes every byte. "none" leaves pages to registration or first use.
     touch: Literal["pages", "populate", "memset", "none"] = "pages"
-    touch_threads: int | None = None
-    register_threads: int = 4
-    huge_pages: bool = True
-    chunk_bytes: int = 64 * MIB
+    touch_threads: int | None = None  # None for min(16, usable cores)
+    register_threads: int = 4  # threads that register touched regions with CUDA
+    huge_pages: bool = True  # ask for transparent huge pages
+    chunk_bytes: int = 64 * MIB  # touched by one thread at a time
 
 
 @dataclass(frozen=True)
 class PrepareTimes:
-    """Seconds in total, until the last page was touched, and in cudaHostRegister (the sum over all threads)."""
+    """The seconds that ``prepare_regions`` took."""
 
     total_s: float
-    touch_s: float
-    register_s: float
+    touch_s: float  # until the last page was touched
+    register_s: float  # in cudaHostRegister, the sum over all threads
 
 
 class HostRegion:
     """One private anonymous mapping, registered with CUDA as a whole: any range of it can be one copy.
 
-    The mapping lives as long as the region, ``tensor`` or a view of it, and is then unregistered and unmapped.
-
-    Attributes:
-        tensor: all bytes, uint8.
-        nbytes: their number.
-        address: of the first one.
-        near_node: whether the pages are placed on ``numa_node``.
-
-    Raises:
-        OSError: the address space is exhausted.
+    The mapping is unregistered and unmapped when the region, ``tensor`` and all its views are gone.
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool, numa_node: int | None) -> None:
         self._mapping = Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
-            self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)  # all bytes
         self.nbytes = nbytes
         self.address = self._mapping.address = self.tensor.data_ptr()
         libc = _libc()
-        # fork() copies pinned pages at once (a page that a device writes to cannot be shared copy-on-write):
-        # every data loader worker would duplicate the pool. A child sees zeros instead and needs no more.
+        # fork() copies pinned pages at once, since a page that a device writes to cannot be shared. So every data
+        # loader worker would copy the pool. A child reads zeros instead and needs no more.
         if libc.madvise(self.address, nbytes, _MADV_WIPEONFORK) != 0:
             libc.madvise(self.address, nbytes, mmap.MADV_DONTFORK)
-        if huge_pages:
-            # Best effort: fewer faults, faster registration.
+        if huge_pages:  # best effort: fewer faults, faster registration
             libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)
-        # Pages are placed by their first touch, so this comes before it.
+        # The first touch places a page, so the node is set before any touch.
         self.near_node = numa_node is not None and _prefer_node(self.address, nbytes, numa_node)
 
     def touch(self, offset: int, nbytes: int, how: str) -> float:
-        """Make [offset, offset + nbytes) resident, without the GIL. Returns the time at its end.
-
-        Args:
-            how: as ``PinStrategy.touch``.
-        """
+        """Make [offset, offset + nbytes) resident as ``PinStrategy.touch`` says. Return the time at the end."""
         if how == "populate" and _libc().madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE) != 0:
             how = "pages"
         if how == "pages":
@@ -313,12 +244,8 @@ class HostRegion:
         return time.perf_counter()
 
     def register(self, device: int) -> None:
-        """Register the whole region for copies with CUDA device number ``device``.
-
-        Raises:
-            HostMemoryError: CUDA refuses.
-        """
-        # A new thread's current device is 0; registering there would create a context on another rank's GPU.
+        """Register the whole region with CUDA device number ``device``, or raise a ``HostMemoryError``."""
+        # The current device of a new thread is 0. Registering there would create a context on another rank's GPU.
         torch.cuda.set_device(device)
         status = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _CUDA_HOST_REGISTER_PORTABLE)
         if int(status) != 0:
@@ -337,27 +264,23 @@ class HostRegion:
 def prepare_regions(
     sizes: Sequence[int], *, strategy: PinStrategy, device: int | None, numa_node: int | None
 ) -> tuple[list[HostRegion], PrepareTimes]:
-    """Map, touch and register regions of the given sizes in bytes; all of them or none.
-
-    Touching scales with threads, registering far less, so the two overlap: the touching threads work through the
-    regions in order, and the registering threads follow one region behind.
+    """Map, touch and register regions of the given sizes in bytes, or raise a ``HostMemoryError`` and leave none.
 
     Args:
-        device: index of the CUDA device to register for; None: do not register.
-        numa_node: where pages are placed if possible; None: anywhere.
-
-    Raises:
-        HostMemoryError: the system or CUDA refuses. No region is left mapped or registered.
+        device: index of the CUDA device to register for; ``None`` to register nothing.
+        numa_node: the preferred place of the pages; ``None`` if any node will do.
     """
     start = time.perf_counter()
     if device is not None:
-        release_dropped(device)
+        release_dropped(device)  # CUDA refuses to map where a dropped mapping is registered
+    # Touching scales with threads, and registering far less. So both run at once: touching threads take the regions in
+    # order, and registering threads follow one region behind.
     touch_threads = strategy.touch_threads or min(16, len(os.sched_getaffinity(0)))
     touchers = ThreadPoolExecutor(touch_threads, "swap-touch")
     registrars = ThreadPoolExecutor(strategy.register_threads, "swap-register")
     regions: list[HostRegion] = []
     try:
-        # Every mapping first: mmap and madvise take the address space's lock for themselves, faults share it.
+        # All mappings before any touch: mmap and madvise need the address space's lock alone, page faults share it.
         for nbytes in sizes:
             regions.append(HostRegion(nbytes, huge_pages=strategy.huge_pages, numa_node=numa_node))
         ready = []
@@ -368,7 +291,7 @@ def prepare_regions(
                     nbytes = min(strategy.chunk_bytes, region.nbytes - offset)
                     touches.append(touchers.submit(region.touch, offset, nbytes, strategy.touch))
             ready.append(registrars.submit(_register_after, region, touches, device))
-        finished = [future.result() for future in ready]
+        finished = [future.result() for future in ready]  # waits for all threads, and raises their first error
     except BaseException as error:
         for pool in (touchers, registrars):
             pool.shutdown(wait=True, cancel_futures=True)
@@ -388,7 +311,7 @@ def prepare_regions(
 
 
 def _register_after(region: HostRegion, touches: list[Future[float]], device: int | None) -> tuple[float, float]:
-    """Register ``region`` once it is touched. Returns the time of the last touch, and the seconds of registering."""
+    """Register ``region`` once it is touched. Return the time of the last touch and the seconds of registering."""
     touched_at = max((touch.result() for touch in touches), default=0.0)
     start = time.perf_counter()
     if device is not None:
@@ -397,22 +320,22 @@ def _register_after(region: HostRegion, touches: list[Future[float]], device: in
 
 
 def gpu_numa_node(device: int) -> int | None:
-    """Return the NUMA node that CUDA device number ``device`` is attached to; None when the system does not say."""
+    """Return the NUMA node of CUDA device number ``device``; ``None`` if the system does not say."""
     properties: Any = torch.cuda.get_device_properties(device)
     pci_id = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     return pci_numa_node(pci_id)
 
 
 def pci_numa_node(pci_id: str, *, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of PCI device ``pci_id`` ("0000:1b:00.0"); None when unknown (one-node hosts say -1)."""
+    """Return the NUMA node of PCI device ``pci_id`` ("0000:1b:00.0"); ``None`` if unknown."""
     node = _read_int(root / "sys/bus/pci/devices" / pci_id.lower() / "numa_node")
-    return node if node is not None and node >= 0 else None
+    return node if node is not None and node >= 0 else None  # hosts with one node say -1
 
 
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
 _MPOL_PREFERRED = 1
-_CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every context of the process, not only the one that registers
+_CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every context of the process, not only the registering context
 _MBIND_SYSCALL = {"x86_64": 237, "aarch64": 235}
 
 
@@ -424,7 +347,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Place the range's pages on ``node``, or elsewhere when it is full: a strict binding would kill the process."""
+    """Place the range's pages on ``node``, or elsewhere when ``node`` is full."""
     number = _MBIND_SYSCALL.get(platform.machine())
     if number is None:
         return False
@@ -433,12 +356,7 @@ def _prefer_node(address: int, nbytes: int, node: int) -> bool:
     mask = (ctypes.c_ulong * num_words)()
     mask[node // bits] = 1 << (node % bits)
     status = _libc().syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(nbytes),
-        ctypes.c_ulong(_MPOL_PREFERRED),
-        mask,
-        ctypes.c_ulong(num_words * bits + 1),
-        ctypes.c_ulong(0),
-    )
+        ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_ulong(_MPOL_PREFERRED), mask,
+        ctypes.c_ulong(num_words * bits + 1), ctypes.c_ulong(0),
+    )  # fmt: skip
     return bool(status == 0)

@@ -1,12 +1,6 @@
-"""The pinned slab pool: where offloaded activations are kept in host memory.
+"""The pinned slab pool, where offloaded activations lie in host memory.
 
-The pool reserves memory in slabs (one mapping and one CUDA registration each) and hands it out as leases. A lease may
-consist of several extents, so the pool grows only when the free bytes of all slabs together do not suffice:
-fragmentation never costs memory. An extent never crosses a slab, because CUDA refuses a copy that spans two
-registrations.
-
-All sizes are bytes. Everything handed out is a whole number of pages (``PAGE_BYTES``) and aligned to a page, so that
-direct disk I/O can use the same memory.
+All sizes are bytes. Slabs, extents and free blocks are whole pages (``PAGE_BYTES``) and begin at a page.
 """
 
 from __future__ import annotations
@@ -34,11 +28,9 @@ from megatron.swap.memory.host_memory import (
     prepare_regions,
 )
 
+# An extent of 1 MiB copies at 86 % of the link's full speed, one of 4 MiB at 96 % (H200, PCIe 5).
 MIN_SPLIT_BYTES = 4 * MIB
-"""Smaller extents copy noticeably slower than the link allows (1 MiB: 86 % of full speed, 4 MiB: 96 %)."""
-
-MAX_KNOWN_VIEWS = 10_000
-"""Views that a pool keeps for the next use of the same extents."""
+MAX_KNOWN_VIEWS = 10_000  # views that a pool keeps for the next use of the same extents
 
 
 class LeaseError(SwapError):
@@ -47,113 +39,87 @@ class LeaseError(SwapError):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """``nbytes`` (whole pages) at ``offset`` of slab number ``slab``."""
+    """Consecutive bytes of one slab. CUDA refuses a copy across two registrations, so no extent spans two slabs."""
 
-    slab: int
-    offset: int
-    nbytes: int
+    slab: int  # number of the slab
+    offset: int  # bytes from the slab's start
+    nbytes: int  # whole pages
 
 
 @dataclass(frozen=True)
 class PoolStats:
-    """The figures of a pool at one moment. ``leased_bytes`` counts whole pages; reserved bytes not leased are free."""
+    """The figures of a pool at one moment."""
 
-    reserved_bytes: int
-    leased_bytes: int
+    reserved_bytes: int  # bytes of all slabs; free unless leased
+    leased_bytes: int  # whole pages
     leased_peak_bytes: int
     num_slabs: int
     num_leases: int
 
 
 class Lease:
-    """Memory of the pool that belongs to one owner until ``free``. Made by ``HostPool.lease`` only.
+    """Memory of a pool that belongs to one owner until ``free``. ``HostPool.lease`` makes leases.
 
-    A lease that is dropped without ``free`` keeps its memory: only its owner knows which copy reads it last.
-
-    Attributes:
-        nbytes: as requested; the extents are longer, up to the end of a page.
-        fence: the largest fence with which any part of this memory was freed before. The first write must be ordered
-            behind that copy. 0: no copy.
+    A dropped lease keeps its memory unless ``free`` was called: only the owner knows the last copy that reads it.
     """
 
     __slots__ = ("_live", "_pool", "extents", "fence", "nbytes")
 
     def __init__(self, pool: HostPool, extents: tuple[Extent, ...], nbytes: int, fence: int) -> None:
-        self.extents = extents
-        self.nbytes = nbytes
+        self.extents = extents  # several, so that fragmentation of the slabs never costs memory
+        self.nbytes = nbytes  # as requested; the last extent is longer, up to the end of its page
+        # The number of the last copy that may still read this memory for a previous owner; 0 if there is none.
+        # The first write must be ordered behind that copy.
         self.fence = fence
         self._pool = pool
-        # Popped by free(): list.pop is atomic, so of two racing calls exactly one succeeds.
-        self._live = [True]
+        self._live = [True]  # `free` pops the entry: list.pop is atomic, so exactly one of two racing calls succeeds
 
     @property
     def is_freed(self) -> bool:
-        """Whether ``free`` was called."""
         return not self._live
 
-    def views(self, *, padded: bool = False) -> list[torch.Tensor]:
-        """Return one uint8 tensor per extent, in order, together exactly ``nbytes`` long.
-
-        The tensors must not be used after ``free``. Nothing prevents that; with ``poison`` they then read NaN.
-
-        Args:
-            padded: extend the last tensor to the end of its page, since direct I/O writes whole pages.
-
-        Raises:
-            LeaseError: after ``free``, or when the pool is closed.
-        """
+    def views(self) -> list[torch.Tensor]:
+        """Return one uint8 tensor per extent, in order, together ``nbytes`` long. Do not use them after ``free``."""
         if self.is_freed:
             raise LeaseError(f"views() of a lease of {self.nbytes} bytes that was freed already")
-        paged_bytes = sum([extent.nbytes for extent in self.extents])
-        return self._pool._views(self.extents, 0 if padded else paged_bytes - self.nbytes)
+        return self._pool._views(self.extents, self.nbytes)
 
     def free(self, fence: int = 0) -> None:
-        """Return the memory to the pool. Takes no lock: any thread and any finalizer may call it at any moment.
+        """Return the memory to the pool, once. Any thread and any finalizer may call this at any moment.
 
         Args:
-            fence: sequence number of the last copy that may still read the memory; 0: none.
-
-        Raises:
-            LeaseError: the second time.
+            fence: number of the last copy that may still read the memory; 0 if there is none.
         """
         try:
             self._live.pop()
         except IndexError:
             raise LeaseError(f"a lease of {self.nbytes} bytes was freed twice") from None
-        # An owner that never wrote has not waited for the previous owners' reads, which may still be under way.
+        # An owner that never wrote has not waited for the reads of previous owners, so their fence stays.
+        # No lock: a finalizer may run in the thread that holds the pool's lock, in the middle of a search.
+        # The append is atomic, and the pool's next call takes the entry.
         self._pool._freed.append((self.extents, max(fence, self.fence)))
 
 
 class HostPool:
     """Pinned host memory, reserved in slabs on demand and leased in extents.
 
-    Except for what ``reserve`` asks for ahead of need, reserved_bytes <= leased_peak_bytes + one slab.
+    A slab is one mapping with one CUDA registration. The pool grows only if all free bytes together do not suffice. So
+    reserved bytes <= ``leased_peak_bytes`` + one slab, unless ``reserve`` asked for more.
 
-    lease(), reserve(), stats and close() take a lock; any thread may call them, but no finalizer. Lease.free() is safe
-    in finalizers. Garbage collection may run one inside any of these calls, in the thread that holds the lock: taking
-    the lock would deadlock, and changing the free list at once would corrupt it in the middle of a search. So ``free``
-    only appends to a deque, which is atomic, and the next call of the pool empties that deque.
+    Any thread may call any method, and no finalizer may: finalizers call ``Lease.free`` only.
 
     Args:
-        limit: the most bytes to reserve, in whole pages; or a budget, whose unreserved bytes are the limit at the
-            moment when the pool grows.
+    Args:
+        limit: the most bytes to reserve. A budget's limit is its unreserved bytes when the pool grows.
         pinned: register the slabs with CUDA, and place them near the device.
-        slab_bytes: size of a slab; whole pages. The last one before the limit may be smaller.
-        device: index of the CUDA device; default: the current one.
-        numa_node: NUMA node of the slabs; default: the device's.
-        strategy: how fresh memory is made ready.
-        poison: fill memory that is not leased with 0xFF bytes (NaN in every floating type), so that a copy that runs
-            too late or too early yields NaN instead of a plausible number. Whole slabs become resident: use small ones.
-        available_bytes: returns the host memory that there is now. The pool does not grow beyond it: another
-            process may have taken what there was at the start. ``None``: only ``limit`` counts.
-        wait_fence: called with a fence before memory that was freed with that fence is poisoned. It returns when that
-            copy, which may still read the memory, is over. It must not call the pool.
-
-    Attributes:
-        budget: the given budget, or a new one of ``limit`` bytes.
-
-    Raises:
-        ValueError: ``slab_bytes`` is no whole number of pages, or ``limit`` is less than one page.
+        slab_bytes: whole pages. The last slab before the limit may be smaller.
+        device: index of the CUDA device; the current device by default.
+        numa_node: NUMA node of the slabs; the device's by default.
+        strategy: method that makes fresh memory ready.
+        poison: fill memory that is not leased with 0xFF bytes, which are NaN in every floating type. A copy that runs
+            too late or too early then yields NaN. Whole slabs become resident.
+        available_bytes: returns the host memory available now, which the pool does not exceed. ``None`` if only
+            ``limit`` counts.
     """
 
     def __init__(
@@ -166,7 +132,6 @@ class HostPool:
         numa_node: int | None = None,
         strategy: PinStrategy | None = None,
         poison: bool = False,
-        wait_fence: Callable[[int], None] | None = None,
         available_bytes: Callable[[], int] | None = None,
     ) -> None:
         if slab_bytes <= 0 or slab_bytes % PAGE_BYTES:
@@ -184,20 +149,18 @@ class HostPool:
                 logger.debug("NUMA node of CUDA device %d unknown: host memory is not placed near it", device)
         self.slab_bytes = slab_bytes
         self.pinned = pinned
-        self.last_growth: PrepareTimes | None = None
-        """Times of the latest growth, for reports; None before the first."""
+        self.last_growth: PrepareTimes | None = None  # of the latest growth; None before the first
         self._device = device if pinned else None
         self._numa_node = numa_node
-        # Without registration pages are not needed before their first use, and only a few of a slab may be used.
+        # Pageable slabs are touched at first use: a run may use only a few pages of a slab.
         self._strategy = strategy or PinStrategy(touch="pages" if pinned else "none")
         self._poison = poison
-        self._wait_fence = wait_fence
         self._available_bytes = available_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of all below but `_freed`; no finalizer takes it
         self._freed: deque[tuple[tuple[Extent, ...], int]] = deque()
         self._slabs: list[HostRegion] = []
         self._free = _FreeSpace()
-        self._known: dict[tuple[int, int, int], torch.Tensor] = {}  # views; every step leases the same extents again
+        self._known: dict[tuple[int, int, int], torch.Tensor] = {}  # views: every step leases the same extents again
         self._reserved_bytes = 0
         self._leased_bytes = 0
         self._leased_peak_bytes = 0
@@ -206,29 +169,20 @@ class HostPool:
 
     @property
     def limit_bytes(self) -> int:
-        """The most that the pool may reserve now, in whole pages. Below the reserved bytes if the budget has shrunk."""
+        """The most bytes that the pool may reserve now. A budget that shrank may leave less than is reserved."""
         return max(0, round_down(self.budget.unreserved_bytes, PAGE_BYTES))
 
     def reserve(self, nbytes: int) -> None:
-        """Grow the pool to at least ``nbytes`` now, so that later leases do not wait for pages.
-
-        Raises:
-            HostMemoryError: the limit or the machine does not allow it; the pool is then unchanged.
-            LeaseError: the pool is closed.
-        """
+        """Grow the pool to at least ``nbytes`` now, so that later leases do not wait for pages. Raises as ``lease``."""
         with self._lock:
             self._check_open()
             if nbytes > self._reserved_bytes:
                 self._grow(nbytes - self._reserved_bytes, f"a reservation of {format_bytes(nbytes)}")
 
     def lease(self, nbytes: int) -> Lease:
-        """Lease ``nbytes``: one extent if a free block is large enough, else several.
+        """Lease ``nbytes``, in one extent if a free block is large enough.
 
-        Raises:
-            ValueError: ``nbytes`` is below 1.
-            LeaseError: the pool is closed.
-            HostMemoryError: the pool must grow, and the limit or the machine does not allow it; the pool is then
-                unchanged.
+        Raises a ``HostMemoryError``, and changes nothing, if the limit or the machine does not let the pool grow.
         """
         if nbytes < 1:
             raise ValueError(f"a lease needs at least 1 byte, got {nbytes}")
@@ -245,7 +199,7 @@ class HostPool:
             return Lease(self, extents, nbytes, fence)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether ``num_bytes`` more can be leased now, as far as the limit and the machine's free memory say."""
+        """Whether the limit and the machine's free memory allow a lease of ``num_bytes`` now."""
         with self._lock:
             self._absorb()
             room_bytes = self.limit_bytes - self._reserved_bytes
@@ -255,28 +209,17 @@ class HostPool:
 
     @property
     def stats(self) -> PoolStats:
-        """The figures now. All memory that was freed so far counts as free."""
+        """The figures now. The memory of freed leases counts as free."""
         with self._lock:
             self._absorb()
             return PoolStats(
-                self._reserved_bytes,
-                self._leased_bytes,
-                self._leased_peak_bytes,
-                len(self._slabs),
-                self._num_leases,
+                self._reserved_bytes, self._leased_bytes, self._leased_peak_bytes, len(self._slabs), self._num_leases
             )
 
     def close(self, *, force: bool = False) -> None:
-        """Unregister and release all memory; a second call does nothing. Every copy must be over.
+        """Unregister and release all memory. Every copy must be over. A second call does nothing.
 
-        A slab is unmapped when the last tensor on it is gone.
-
-        Args:
-            force: close although leases are not freed, to clean up after an error. Their views are then pageable
-                memory.
-
-        Raises:
-            LeaseError: leases are not freed.
+        Raises a ``LeaseError`` if leases are not freed, unless ``force``: then their views become pageable memory.
         """
         with self._lock:
             if self._closed:
@@ -291,37 +234,33 @@ class HostPool:
             for slab in self._slabs:
                 slab.unregister()
             self._slabs.clear()
-            self._known.clear()  # each view keeps its slab mapped
+            self._known.clear()  # the last view of a slab keeps the slab mapped
             self._free = _FreeSpace()
             self._reserved_bytes = self._leased_bytes = self._num_leases = 0
 
-    def _views(self, extents: tuple[Extent, ...], excess_bytes: int) -> list[torch.Tensor]:
-        """Return one tensor per extent, the last one shorter by ``excess_bytes``."""
-        ends = [extent.offset + extent.nbytes for extent in extents]
-        ends[-1] -= excess_bytes
+    def _views(self, extents: tuple[Extent, ...], nbytes: int) -> list[torch.Tensor]:
+        views = []
         with self._lock:
             self._check_open()
-            return [self._view(e.slab, e.offset, end) for e, end in zip(extents, ends, strict=True)]
-
-    def _view(self, slab: int, start: int, end: int) -> torch.Tensor:
-        view = self._known.get((slab, start, end))
-        if view is None:
-            if len(self._known) >= MAX_KNOWN_VIEWS:
-                self._known.clear()
-            view = self._known[slab, start, end] = self._slabs[slab].tensor[start:end]
-        return view
+            for extent in extents:
+                start, end = extent.offset, extent.offset + min(extent.nbytes, nbytes)
+                nbytes -= extent.nbytes
+                key = extent.slab, start, end
+                if key not in self._known:
+                    if len(self._known) >= MAX_KNOWN_VIEWS:
+                        self._known.clear()
+                    self._known[key] = self._slabs[extent.slab].tensor[start:end]
+                views.append(self._known[key])
+        return views
 
     def _check_open(self) -> None:
         if self._closed:
             raise LeaseError("the host pool is closed")
 
     def _absorb(self) -> None:
-        """Make the memory of freed leases available. Runs under the lock."""
+        """Make the memory of freed leases available, under the lock."""
         while self._freed:
-            extents, fence = self._freed[0]  # only this method removes entries, so the first one stays the first
-            if self._poison and fence and self._wait_fence is not None and not self._closed:
-                self._wait_fence(fence)
-            self._freed.popleft()
+            extents, fence = self._freed.popleft()
             if self._closed:
                 continue
             for extent in extents:
@@ -335,7 +274,6 @@ class HostPool:
         self._free.add(extent, fence)
 
     def _slab_sizes(self, short_bytes: int, room_bytes: int, purpose: str) -> list[int]:
-        """Return the sizes of slabs for ``short_bytes``: whole slabs if the machine has the memory now."""
         available_bytes = None if self._available_bytes is None else self._available_bytes()
         if available_bytes is not None and available_bytes < short_bytes:
             raise HostMemoryError(
@@ -350,12 +288,13 @@ class HostPool:
             sizes.append(min(self.slab_bytes, room_bytes))
             needed_bytes -= sizes[-1]
             room_bytes -= sizes[-1]
+        # The machine has too little memory for whole slabs: shorten the last slab, so that the sum is `short_bytes`.
         if available_bytes is not None and sum(sizes) > available_bytes:
             sizes[-1] -= sum(sizes) - short_bytes
         return sizes
 
     def _grow(self, short_bytes: int, purpose: str) -> None:
-        """Reserve slabs for at least ``short_bytes`` more. Runs under the lock."""
+        """Reserve slabs for at least ``short_bytes`` more, under the lock."""
         limit_bytes = self.limit_bytes
         room_bytes = limit_bytes - self._reserved_bytes
         if short_bytes > room_bytes:
@@ -371,7 +310,7 @@ class HostPool:
         )
         if self._numa_node is not None and not all(region.near_node for region in regions):
             logger.debug("pages cannot be placed on NUMA node %d: the system refuses", self._numa_node)
-            self._numa_node = None  # log it once, and do not try again
+            self._numa_node = None  # so that the log has this line once
         for region in regions:
             self._slabs.append(region)
             self._reserved_bytes += region.nbytes
@@ -379,24 +318,18 @@ class HostPool:
 
 
 class _FreeSpace:
-    """The free blocks of all slabs, found by size (best fit) and by address (coalescing). No two blocks touch.
-
-    A search is O(log n). An insertion into the sorted ``_sizes`` moves n pointers, which is negligible for a few
-    thousand blocks.
-    """
+    """The free blocks of all slabs, found by size (best fit) and by address (coalescing). No two blocks touch."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._starts: dict[tuple[int, int], tuple[int, int]] = {}  # (slab, offset) -> (nbytes, fence)
         self._ends: dict[tuple[int, int], int] = {}  # (slab, end) -> offset
-        self._sizes: list[tuple[int, int, int]] = []  # sorted (nbytes, slab, offset)
-
-    def blocks(self) -> list[Extent]:
-        """All blocks, smallest first."""
-        return [Extent(slab, offset, nbytes) for nbytes, slab, offset in self._sizes]
+        # Sorted (nbytes, slab, offset). A search is O(log n). An insertion moves n pointers, which is negligible for a
+        # few thousand blocks.
+        self._sizes: list[tuple[int, int, int]] = []
 
     def add(self, extent: Extent, fence: int) -> None:
-        """Add a block, joined with its free neighbours; the joint block has the largest of their fences."""
+        """Add a block, joined with its free neighbours. The joint block has the largest of their fences."""
         slab, offset, nbytes = extent.slab, extent.offset, extent.nbytes
         self.nbytes += nbytes
         left_offset = self._ends.get((slab, offset))
@@ -409,7 +342,7 @@ class _FreeSpace:
         self._insert(slab, offset, nbytes, fence)
 
     def take(self, nbytes: int) -> tuple[tuple[Extent, ...], int]:
-        """Cut out ``nbytes``, at most ``self.nbytes``. Returns the extents and the largest fence of their blocks."""
+        """Cut out ``nbytes``, at most ``self.nbytes``. Return the extents and the largest fence of their blocks."""
         extents = []
         largest_fence = 0
         for extent in self._choose(nbytes):
@@ -422,11 +355,7 @@ class _FreeSpace:
         return tuple(extents), largest_fence
 
     def _choose(self, nbytes: int) -> list[Extent]:
-        """Choose the extents to cut: from the best-fitting block, else the largest blocks and a best fit for the rest.
-
-        No extent is below MIN_SPLIT_BYTES unless the blocks leave no choice: a short last extent takes some bytes from
-        the one before. Extents are cut from the start of a block.
-        """
+        """Choose extents at the starts of blocks: the best fit, else the largest blocks and a best fit for the rest."""
         chosen: list[Extent] = []
         end = len(self._sizes)
         while True:
@@ -437,6 +366,7 @@ class _FreeSpace:
             size, slab, offset = self._sizes[end]
             chosen.append(Extent(slab, offset, size))
             nbytes -= size
+        # An extent below MIN_SPLIT_BYTES copies slowly: a short last extent takes bytes from the extent before it.
         missing = MIN_SPLIT_BYTES - nbytes
         last = chosen[-1] if chosen and missing > 0 else None
         if last and last.nbytes - missing >= MIN_SPLIT_BYTES and self._sizes[end - 1][0] >= MIN_SPLIT_BYTES:

@@ -1,4 +1,4 @@
-"""A mapping of host memory that stays as long as it is registered with CUDA."""
+"""A mapping of host memory that outlives its registration with CUDA."""
 
 from __future__ import annotations
 
@@ -15,22 +15,14 @@ from megatron.swap.native.cuda_library import clear_cuda_error
 
 
 class Mapping(mmap.mmap):
-    """A private anonymous mapping that is not unmapped while it is registered with CUDA.
+    """A private anonymous mapping that is not unmapped while it is registered with CUDA."""
 
-    CUDA would refuse the next mapping at the same address (error 712). When the last reference to a registered mapping
-    is dropped, ``release_dropped`` unregisters it: at once, or when memory is registered for its device the next time.
-
-    Attributes:
-        address: of its first byte.
-        device: number of the CUDA device that it is registered for; None: it is not registered.
-        dropped: mappings that nobody refers to any more, still registered.
-    """
-
-    address = 0
-    device: int | None = None
-    dropped: ClassVar[list[Mapping]] = []
+    address = 0  # of the first byte
+    device: int | None = None  # number of the CUDA device of the registration; None if not registered
+    dropped: ClassVar[list[Mapping]] = []  # without references, still registered
 
     def __del__(self) -> None:
+        # Unmapped memory must not stay registered: CUDA refuses the next mapping at its address (error 712).
         if self.device is not None:
             self.dropped.append(self)
             with suppress(RuntimeError):  # of a broken device
@@ -53,16 +45,13 @@ _releasing = threading.Lock()
 
 
 def release_dropped(device: int) -> None:
-    """Unregister and unmap the mappings that were dropped while they were registered for CUDA device ``device``.
-
-    No tensor on them is left, so no further copy can begin; waiting for the device ends the copies under way. The call
-    does nothing amid another one, which a finalizer may have interrupted on this very thread.
-    """
+    """Unregister and unmap the dropped mappings that are registered for CUDA device ``device``."""
+    # A finalizer may call this in the middle of another call on this very thread, and would wait for itself.
     if not _releasing.acquire(blocking=False):
         return
     try:
         found = [mapping for mapping in list(Mapping.dropped) if mapping.device == device]
-        if found:
+        if found:  # no tensor is left on the memory, so only copies under way may use it
             torch.cuda.synchronize(device)
         for mapping in found:
             mapping.unregister()
@@ -72,11 +61,8 @@ def release_dropped(device: int) -> None:
 
 
 def _may_wait() -> bool:
-    """Whether a finalizer, which runs on any thread at any moment, may wait for the device.
-
-    Not when the interpreter ends, not while a CUDA graph is captured, and not beside other ranks: the device may be
-    waiting for one that waits for this thread.
-    """
+    """Whether a finalizer may wait for the device."""
     if sys.is_finalizing() or torch.cuda.is_current_stream_capturing():
         return False
+    # Beside other ranks the device may wait for a rank that waits for this thread.
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1

@@ -1,8 +1,4 @@
-"""Pinned buffers between disk and device, used in turn. Reads fill them ahead of use; writes empty them afterwards.
-
-A buffer is reused when its last copy and its last write are over. The calling thread waits for that, and for earlier
-writes of the same bytes. Bytes that are still in a buffer for writes are read from there, on disk already or not.
-"""
+"""Pinned buffers between disk and device, used in turn. Reads fill them ahead of use; writes empty them afterwards."""
 
 from __future__ import annotations
 
@@ -15,27 +11,18 @@ from megatron.swap.common.disk_buffers import NUM_AHEAD, with_padding
 from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.memory.disk_file import DiskFile, DiskRoom, padded
 
+# A room, with the first and the end of the span's bytes: multiples of BLOCK_BYTES, or the room's end.
 DiskSpan = tuple[DiskRoom, int, int]
-"""A room, and the first and the end of the span's bytes in it: multiples of ``BLOCK_BYTES``, or the room's end."""
 
 
 class _Buffer:
-    """One pinned buffer.
-
-    Attributes:
-        memory: uint8.
-        busy: functions that wait, each for a copy, read or write that uses the memory.
-        readers: the fetches whose bytes are in the memory.
-        content: in a buffer for writes, the bytes of each span without padding, valid once ``event`` has passed.
-        event: passes when the bytes have arrived from the device.
-    """
-
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.busy: list[Callable[[], object]] = []
-        self.readers: list[Fetched] = []
+        self.memory = memory  # uint8, pinned
+        self.busy: list[Callable[[], object]] = []  # each waits for a copy, read or write that uses the memory
+        self.readers: list[Fetched] = []  # the fetches whose bytes are in the memory
+        # In a buffer for writes: the bytes of each span without padding, valid once `event` has passed.
         self.content: dict[DiskSpan, torch.Tensor] = {}
-        self.event: Event | None = None
+        self.event: Event | None = None  # passes when the bytes have arrived from the device
 
     def wait(self) -> None:
         """Wait until no copy, read or write uses the memory."""
@@ -43,7 +30,7 @@ class _Buffer:
             self.busy.pop()()
 
     def reuse(self) -> None:
-        """Wait as ``wait``, and mark the bytes of all readers as lost."""
+        """Wait, on the calling thread, until nothing uses the memory. Mark the bytes of all readers as lost."""
         self.wait()
         for reader in self.readers:
             reader.is_lost = True
@@ -51,16 +38,11 @@ class _Buffer:
 
 
 class Fetched:
-    """Bytes of some spans that are being read from disk. Made by ``Staging.fetch``.
-
-    Attributes:
-        chunks: one uint8 tensor a span, valid once ``arrived``.
-        is_lost: a buffer was reused, so the spans must be fetched again. This happens if the caller has more than
-            ``NUM_AHEAD`` fetches open.
-    """
+    """The bytes of some spans that are being read from disk. ``Staging.fetch`` makes them."""
 
     def __init__(self, chunks: list[torch.Tensor], reads: list[Future[None]], buffers: Sequence[_Buffer]) -> None:
-        self.chunks = chunks
+        self.chunks = chunks  # one uint8 tensor a span, valid once `arrived`
+        # A buffer was reused, so the spans must be fetched again. More than NUM_AHEAD open fetches lead to this.
         self.is_lost = False
         self._reads = reads
         self._buffers = buffers
@@ -69,34 +51,32 @@ class Fetched:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all reads are over."""
         return all(read.done() for read in self._reads)
 
     def arrived(self, device: Device, stream: Stream) -> list[torch.Tensor]:
-        """Return the chunks: wait for the reads, and let ``stream`` wait for copies from the device to the buffers.
+        """Wait for the reads, let ``stream`` wait for copies from the device to the buffers, and return the chunks.
 
-        Raises:
-            DiskError: a read failed.
+        Raises a ``DiskError`` if a read failed.
         """
         for read in self._reads:
-            read.result()
+            read.result()  # the calling thread waits for the disk
         for buffer in self._buffers:
             if buffer.event is not None:
-                device.wait(stream, buffer.event)
+                device.wait(stream, buffer.event)  # bytes may be on their way from the device to a buffer for writes
         return self.chunks
 
     def copied(self, device: Device, event: Event) -> None:
-        """Keep the buffers until ``event`` has passed: the last copy out of the chunks is over then."""
+        """Keep the buffers until ``event`` has passed, which is behind the last copy out of the chunks."""
         for buffer in self._buffers:
-            buffer.busy.append(lambda: device.finish(event))
+            buffer.busy.append(lambda: device.finish(event))  # waits when the buffer is reused, not now
 
 
 class Staging:
     """All buffers of one user of a disk. Not thread-safe.
 
     Args:
-        disk: the file that holds the spans.
-        take: allocates pinned host memory of that many bytes, in whole pages. The buffers keep it.
+        disk: holds the spans.
+        take: allocates that many bytes of pinned host memory in whole pages. The buffers keep the memory.
         buffer_bytes: most bytes of one ``fetch`` or ``stage``, in whole blocks.
     """
 
@@ -108,7 +88,8 @@ class Staging:
         self._writes: dict[DiskRoom, list[tuple[int, int, list[Future[None]]]]] = {}
 
     def fetch(self, spans: Sequence[DiskSpan]) -> Fetched:
-        """Begin to read ``spans``, which must fit one buffer. Spans in a buffer for writes are not read again."""
+        """Begin to read ``spans``, which must fit one buffer."""
+        # The bytes of the last writes are still in their buffers, and are not read again.
         cached = [next((one for one in self._for_writes if span in one.content), None) for span in spans]
         from_disk = [span for span, buffer in zip(spans, cached, strict=True) if buffer is None]
         buffers = {id(buffer): buffer for buffer in cached if buffer is not None}
@@ -117,7 +98,7 @@ class Staging:
         if from_disk:
             buffer, chunks = self._next(self._for_reads, from_disk)
             for (room, start, stop), chunk in zip(from_disk, chunks, strict=True):
-                self._wait_for_writes(room, start, stop)
+                self._wait_for_writes(room, start, stop)  # so that no read overtakes a write of the same bytes
                 reads += self.disk.read(room, start, chunk)
             buffer.busy += [one.exception for one in reads]
             buffers[id(buffer)] = buffer
@@ -128,22 +109,20 @@ class Staging:
     def stage(self, spans: Sequence[DiskSpan]) -> tuple[list[torch.Tensor], Callable[[Device, Event], None]]:
         """Return memory for the bytes of ``spans``, and a function to call once the copies into it are enqueued.
 
-        The function takes the device and the event behind those copies. Other threads write the bytes once the event
-        has passed; the caller does not wait for that.
-
-        Raises:
-            DiskError: an earlier write of the same bytes failed.
+        The function takes the device and the event behind those copies, and returns at once. Other threads write the
+        bytes to disk when the event has passed. Raises a ``DiskError`` if an earlier write of the same bytes failed.
         """
         buffer, chunks = self._next(self._for_writes, spans)
         for room, start, stop in spans:
-            self._wait_for_writes(room, start, stop)  # so that a later write of the same bytes wins
-        for other in self._for_writes:
+            self._wait_for_writes(room, start, stop)  # so that the later write of the same bytes wins
+        for other in self._for_writes:  # their bytes of these spans are old
             other.content = {span: chunk for span, chunk in other.content.items() if not _overlaps(span, spans)}
 
         def write(device: Device, event: Event) -> None:
             buffer.event = event
             buffer.content = dict(zip(spans, _without_padding(spans, chunks), strict=True))
             for (room, start, stop), chunk in zip(spans, chunks, strict=True):
+                # The writing threads wait for the event, not the caller.
                 writes = self.disk.write(room, start, chunk, lambda: device.finish(event))
                 self._writes.setdefault(room, []).append((start, stop, writes))
                 buffer.busy += [one.result for one in writes]
@@ -153,7 +132,7 @@ class Staging:
     def _next(self, buffers: list[_Buffer], spans: Sequence[DiskSpan]) -> tuple[_Buffer, list[torch.Tensor]]:
         buffer = buffers.pop(0)
         buffers.append(buffer)
-        buffer.reuse()
+        buffer.reuse()  # waits for the oldest copies, reads and writes only
         sizes = [padded(stop - start) for _, start, stop in spans]
         assert sum(sizes) <= buffer.memory.numel(), "more than a buffer at once"
         return buffer, list(buffer.memory[: sum(sizes)].split(sizes))
@@ -168,10 +147,9 @@ class Staging:
         of_room[:] = [one for one in of_room if not all(write.done() and write.exception() is None for write in one[2])]
 
     def synchronize(self) -> None:
-        """Wait for every write. Later reads are from disk, so the bytes on disk may be changed before them.
+        """Wait for every write. Later reads are from disk, so the caller may change the bytes on disk before them.
 
-        Raises:
-            DiskError: a write failed; again at each call after that.
+        Raises a ``DiskError`` if a write failed, and again at each later call.
         """
         writes = [write for spans in self._writes.values() for _, _, of_span in spans for write in of_span]
         wait(writes)  # for all of them, even if one has failed

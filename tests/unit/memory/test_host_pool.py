@@ -26,7 +26,7 @@ def make_pool(limit: int = 64 * MIB, slab_bytes: int = 16 * MIB, **options) -> H
 
 def free_blocks(pool: HostPool) -> list[Extent]:
     _ = pool.stats  # absorb what was freed
-    return pool._free.blocks()
+    return [Extent(slab, offset, nbytes) for nbytes, slab, offset in pool._free._sizes]
 
 
 class TestLease:
@@ -37,8 +37,6 @@ class TestLease:
         assert view.dtype == torch.uint8
         assert view.numel() == MIB + 5
         assert view.data_ptr() % PAGE_BYTES == 0
-        (padded,) = lease.views(padded=True)
-        assert padded.numel() == MIB + PAGE_BYTES
         data = torch.arange(MIB + 5).to(torch.uint8)
         view.copy_(data)
         assert torch.equal(lease.views()[0], data)
@@ -217,33 +215,6 @@ class TestPoison:
         _ = pool.stats
         assert view.isnan().all()
         assert view.view(torch.float32).isnan().all()
-
-    def test_waits_for_the_last_reader(self):
-        seen: list[tuple[int, bool]] = []
-        view = torch.empty(0)
-
-        def wait(fence: int) -> None:
-            seen.append((fence, bool(view.isnan().any())))
-
-        pool = make_pool(poison=True, wait_fence=wait)
-        lease = pool.lease(MIB)
-        view = lease.views()[0].view(torch.float32).fill_(1)
-        lease.free(fence=3)
-        pool.lease(MIB)
-        assert seen == [(3, False)]
-        assert view.isnan().all()
-
-    def test_a_failing_wait_loses_no_memory(self):
-        def fail(fence: int) -> None:
-            raise RuntimeError("copy failed")
-
-        pool = make_pool(poison=True, wait_fence=fail)
-        pool.lease(MIB).free(fence=3)
-        with pytest.raises(RuntimeError, match="copy failed"):
-            pool.lease(MIB)
-        pool._wait_fence = None
-        assert pool.stats.leased_bytes == 0
-        assert pool.stats.num_leases == 0
 
 
 class TestClose:

@@ -1,7 +1,6 @@
 """The tier on a local disk: bytes pass through pinned buffers, and are read ahead of use.
 
-A write waits only for a free buffer, and a read only for the disk. A disk that is slower than training slows it down.
-The bytes of the last writes are still in their buffers, and are read from there.
+A write waits only for a free buffer, and a read only for the disk. A disk slower than training slows training down.
 """
 
 from __future__ import annotations
@@ -21,24 +20,18 @@ from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 
 
 class DiskSlot:
-    """Room on disk in spans, none longer than a buffer.
+    """Room on disk in spans, none longer than a buffer."""
 
-    Attributes:
-        fence: 0, since device copies read the buffers and never the disk.
-        fetched: reads ahead of use, by span.
-    """
-
-    fence = 0
+    fence = 0  # copies of the device read the buffers, never the disk
 
     def __init__(self, spans: list[DiskSpan], freed: deque[DiskSlot]) -> None:
         self.spans = spans
-        self.fetched: dict[DiskSpan, Fetched] = {}
+        self.fetched: dict[DiskSpan, Fetched] = {}  # reads ahead of use
         self.is_free = False
         self._freed = freed
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each span."""
         return [stop - start for _, start, stop in self.spans]
 
     def free(self, fence: int = 0) -> None:
@@ -48,15 +41,11 @@ class DiskSlot:
 
 
 class DiskTier(Tier):
-    """A tier whose slots are room of a ``DiskFile``.
+    """A tier whose slots are room of ``disk``, which stays open when the tier is closed.
 
     Args:
-        disk: stays open when the tier is closed.
         buffer_bytes: size of each of the ``NUM_STAGED`` buffers in host memory.
         pinned: register the buffers with CUDA.
-
-    Attributes:
-        host_bytes: host memory of the buffers.
     """
 
     def __init__(self, disk: DiskFile, buffer_bytes: int, pinned: bool) -> None:
@@ -64,7 +53,7 @@ class DiskTier(Tier):
         self._buffer_bytes = padded(buffer_bytes)
         self._arena = HostArena(limit_bytes=staging_bytes(buffer_bytes), pinned=pinned)
         self._staging = Staging(disk, self._arena.take, self._buffer_bytes)
-        self.host_bytes = self._arena.reserved_bytes
+        self.host_bytes = self._arena.reserved_bytes  # of the buffers
         self._free: list[DiskSpan] = []
         self._freed: deque[DiskSlot] = deque()
         self._ahead: list[tuple[DiskSlot, DiskSpan]] = []

@@ -13,11 +13,9 @@ from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 
 
 class HostSlot(Slot, Protocol):
-    """Bytes in host memory: a lease of the pool, or what the out-of-memory guard has copied to memory of its own."""
+    """Bytes in host memory: a lease of the pool, or memory of the out-of-memory guard."""
 
-    def views(self) -> list[torch.Tensor]:
-        """Return the bytes in order, one uint8 tensor for each contiguous piece."""
-        ...
+    def views(self) -> list[torch.Tensor]: ...  # return the bytes in order, one uint8 tensor for each contiguous piece
 
 
 class HostTier(Tier):

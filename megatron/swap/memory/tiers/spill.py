@@ -16,26 +16,20 @@ from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 from megatron.swap.memory.tiers.disk import DiskSlot, DiskTier
 from megatron.swap.memory.tiers.host import HostTier
 
-LOOK_AHEAD = 64
-"""Number of the next slots that are searched for slots on disk. The search runs once a layer."""
+LOOK_AHEAD = 64  # next slots that are searched for slots on disk; the search runs once a layer
 
 
 def spill_tier(host: HostTier, disk: DiskFile, buffer_bytes: int) -> SpillTier:
-    """Put ``disk`` behind ``host``, whose budget reserves the pinned buffers of the disk, each of ``buffer_bytes``.
+    """Put ``disk`` behind ``host``, with pinned buffers of ``buffer_bytes`` each, which the budget reserves.
 
-    Raises:
-        HostMemoryError: the budget or the machine has no room for them.
+    Raises a ``HostMemoryError`` if the budget or the machine has no room for the buffers.
     """
     host.pool.budget.reserve("disk buffers", staging_bytes(buffer_bytes))
     return SpillTier(host, DiskTier(disk, buffer_bytes, host.pool.pinned))
 
 
 class SpillTier(Tier):
-    """A tier whose slots are in ``host`` or on ``disk``.
-
-    The tier measures which fraction of a step's bytes does not fit host memory. In the next step it sends that fraction
-    to disk, spread evenly: so the disk works during all of forward and backward, not only around the turning point.
-    """
+    """A tier whose slots are in ``host`` or on ``disk``."""
 
     def __init__(self, host: HostTier, disk: DiskTier) -> None:
         self.disk = disk
@@ -46,6 +40,8 @@ class SpillTier(Tier):
     def reserve(self, num_bytes: int) -> Slot:
         live_bytes = self._host.stats().leased_bytes + self.disk.stats().leased_bytes
         if not live_bytes:  # a step begins
+            # Send to disk the fraction that did not fit host memory in the last step, spread evenly. So the disk works
+            # during all of forward and backward, not only around the turning point.
             self._disk_fraction = max(0.0, 1 - self._host.pool.limit_bytes / max(1, self._peak_bytes))
             self._seen_bytes = self._on_disk_bytes = self._peak_bytes = 0
         self._peak_bytes = max(self._peak_bytes, live_bytes + num_bytes)
