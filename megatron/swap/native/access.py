@@ -11,52 +11,38 @@ from megatron.swap.native.build import load
 
 
 class StorageAccess:
-    """Refuses and allows access to storages. Without the native part a read of an empty storage gets a null pointer.
+    """Refuses and allows access to storages. Without the C++ part a read of an empty storage gets a null pointer."""
 
-    Args:
-        native: use the native part, if there is one.
-    """
-
-    def __init__(self, *, native: bool = True) -> None:
-        self._native = load() if native else None
-        self._refused: set[int] = set()
-        """Addresses of ``StorageImpl``s."""
-
-    @property
-    def refuses(self) -> bool:
-        """Whether there is a native part, so that ``refuse`` has an effect."""
-        return self._native is not None
+    def __init__(self) -> None:
+        self._native = load()
+        self._refused: set[int] = set()  # addresses of StorageImpls
 
     def refuse(self, storage: torch.UntypedStorage, message: str) -> None:
-        """Let every access to the address of ``storage`` raise a RuntimeError with ``message`` from now on."""
+        """Let every access to the address of ``storage`` raise a RuntimeError with ``message``."""
         self._refused.add(storage._cdata)
         if self._native is not None:
             self._native.refuse(storage._cdata, message)
 
     def allow(self, storage: torch.UntypedStorage) -> None:
-        """End ``refuse``; needed before ``resize_``."""
+        """End ``refuse``. ``resize_`` needs this first."""
         self._refused.discard(storage._cdata)
         if self._native is not None:
             self._native.allow(storage._cdata)
 
     def is_refused(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``storage`` refuses access. True after ``refuse`` without the native part too."""
+        """Whether ``refuse`` was called for ``storage``, with the C++ part or without."""
         return storage._cdata in self._refused
 
     def forget(self, address: int) -> None:
-        """Drop the record of the freed storage whose ``StorageImpl`` was at ``address``: the address may be reused."""
+        """Forget the freed storage whose ``StorageImpl`` was at ``address``: the address may be reused."""
         self._refused.discard(address)
 
     def on_use(self, key: int, reload: Callable[[int], bool]) -> Callable[[], None]:
-        """Let C++ operators that declare their storages (``operator.h``) reload them first.
+        """Let C++ operators that declare their storages (``operator.h``) reload them first. Return the undo function.
 
         Args:
             key: identifies the caller.
-            reload: called with the address of a ``StorageImpl``. Reloads the storage and returns True if it is the
-                caller's, else returns False.
-
-        Returns:
-            A function that undoes this.
+            reload: gets the address of a ``StorageImpl``; reloads the storage and returns True if it is the caller's.
         """
         if self._native is None:
             return lambda: None
@@ -70,5 +56,4 @@ class StorageAccess:
 
 @functools.cache
 def storage_access() -> StorageAccess:
-    """Return the ``StorageAccess`` of this process."""
     return StorageAccess()

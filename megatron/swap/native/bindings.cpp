@@ -1,6 +1,7 @@
 // The Python module. Only this file includes pybind11.
 #include <c10/core/StorageImpl.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <optional>
@@ -64,22 +65,7 @@ void reload(c10::StorageImpl& storage) {
 
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-py::list to_tuples(const Pieces& pieces) {
-  py::list tuples;
-  for (const Piece& piece : pieces) {
-    tuples.append(py::make_tuple(reinterpret_cast<std::uintptr_t>(piece.address), piece.num_bytes));
-  }
-  return tuples;
-}
-
-Pieces to_pieces(const py::iterable& tuples) {
-  Pieces pieces;
-  for (const auto& tuple : tuples) {
-    const auto [address, size] = tuple.cast<std::pair<std::uintptr_t, std::size_t>>();
-    pieces.push_back({pointer(address), size});
-  }
-  return pieces;
-}
+using Tuples = std::vector<std::pair<std::uintptr_t, std::size_t>>;  // address and size of pieces of host memory
 
 c10::StorageImpl& storage(std::uintptr_t address) {
   if (address == 0) throw py::value_error("storage_impl=0; it is an untyped_storage()._cdata");
@@ -107,7 +93,6 @@ PYBIND11_MODULE(megatron_swap_native, module) {
              return queue.add(std::move(job), at_head);
            })
       .def("erase", &TransferQueue::erase, Unlocked())
-      .def("dequeue", &TransferQueue::dequeue, Unlocked())
       .def("state", [](const TransferQueue& queue, Ticket ticket) { return static_cast<int>(queue.state(ticket)); },
            Unlocked())
       .def("wait",
@@ -121,8 +106,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
       .def("close", &TransferQueue::close, Unlocked())
       .def("join", &TransferQueue::join, Unlocked())
       .def("abandon", &TransferQueue::abandon, Unlocked())
-      .def("num_waiting", &TransferQueue::num_waiting, Unlocked())
-      .def("num_under_way", &TransferQueue::num_under_way, Unlocked());
+      .def("num_waiting", &TransferQueue::num_waiting, Unlocked());
 
   module.def("refuse", [](std::uintptr_t address, std::string message) { refuse(storage(address), std::move(message)); },
              py::arg("storage_impl"), py::arg("message"));
@@ -144,11 +128,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
       .def_readonly("copied_bytes", &Rescue::copied_bytes)
       .def_readonly("held_bytes", &Rescue::held_bytes)
       .def_readonly("ms", &Rescue::ms)
-      .def_property_readonly("groups", [](const Rescue& rescue) {
-        py::list groups;
-        for (const std::int64_t group : rescue.groups) groups.append(group);
-        return groups;
-      });
+      .def_readonly("groups", &Rescue::groups);
 
   // Never wait for the guard's lock with the interpreter's lock: the thread that holds the guard's may wait for a copy
   // that a Python thread runs.
@@ -174,53 +154,31 @@ PYBIND11_MODULE(megatron_swap_native, module) {
       .def("offer",
            [](Guard& guard, Key key, std::uintptr_t address, std::size_t num_bytes, std::size_t num_owners,
               std::int64_t next_use, bool is_copied, std::uintptr_t event, std::int64_t group) {
-             const Offer offer{&storage(address), num_bytes, num_owners, next_use, is_copied, pointer(event), group};
-             py::gil_scoped_release unlocked;
-             guard.offer(key, offer);
+             guard.offer(key, {&storage(address), num_bytes, num_owners, next_use, is_copied, pointer(event), group});
            },
-           py::arg("key"), py::arg("storage_impl"), py::arg("num_bytes"), py::arg("num_owners"), py::arg("next_use"),
+           Unlocked(), py::arg("key"), py::arg("storage_impl"), py::arg("num_bytes"), py::arg("num_owners"), py::arg("next_use"),
            py::arg("is_copied"), py::arg("event"), py::arg("group"))
       .def("withdraw",
-           [](Guard& guard, Key key) -> py::object {
-             std::optional<Pieces> pieces;
-             {
-               py::gil_scoped_release unlocked;
-               pieces = guard.withdraw(key);
+           [](Guard& guard, Key key) -> std::optional<Tuples> {
+             const std::optional<Pieces> pieces = guard.withdraw(key);
+             if (!pieces) return std::nullopt;
+             Tuples tuples;
+             for (const Piece& piece : *pieces) {
+               tuples.emplace_back(reinterpret_cast<std::uintptr_t>(piece.address), piece.num_bytes);
              }
-             if (!pieces) return py::none();
-             return to_tuples(*pieces);
+             return tuples;
            },
-           py::arg("key"))
+           Unlocked(), py::arg("key"))
       .def("release",
-           [](Guard& guard, const py::iterable& tuples) {
-             const Pieces pieces = to_pieces(tuples);
-             py::gil_scoped_release unlocked;
+           [](Guard& guard, const Tuples& tuples) {
+             Pieces pieces;
+             for (const auto& [address, size] : tuples) pieces.push_back({pointer(address), size});
              guard.release(pieces);
            },
-           py::arg("pieces"))
-      .def("take_evicted",
-           [](Guard& guard) {
-             std::vector<Key> keys;
-             {
-               py::gil_scoped_release unlocked;
-               keys = guard.take_evicted();
-             }
-             py::list list;
-             for (const Key key : keys) list.append(key);
-             return list;
-           })
+           Unlocked(), py::arg("pieces"))
+      .def("take_evicted", &Guard::take_evicted, Unlocked())
       .def("num_evictions", &Guard::num_evictions)
-      .def("take_rescues",
-           [](Guard& guard) {
-             std::vector<Rescue> rescues;
-             {
-               py::gil_scoped_release unlocked;
-               rescues = guard.take_rescues();
-             }
-             py::list list;
-             for (Rescue& rescue : rescues) list.append(std::move(rescue));
-             return list;
-           })
+      .def("take_rescues", &Guard::take_rescues, Unlocked())
       .def("set_most_host_bytes", &Guard::set_most_host_bytes, Unlocked(), py::arg("num_bytes"))
       .def("mapped_bytes", &Guard::mapped_bytes, Unlocked())
       .def("pin", &Guard::pin, Unlocked())

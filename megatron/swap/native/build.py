@@ -1,10 +1,7 @@
 """Builds the C++ of this folder on first use, once for all processes that share a cache folder.
 
-It calls the compiler once. ``torch.utils.cpp_extension.load`` runs ninja instead, and waits forever for the lock of a
-process that was killed while it built.
-
-What is in the cache runs in this process. So each library ends in its checksum, which the loader does not read, and is
-loaded only if that is right and nobody else can have written it.
+A library in the cache runs in this process. So each library ends in its checksum, which the loader does not read. It is
+loaded only with the right checksum, and only if no other user can have written it.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -33,8 +30,7 @@ from megatron.swap.common.leftovers import own_folder
 from megatron.swap.common.log import logger
 
 FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
-COMPILERS = ("g++", "c++", "clang++")
-"""Tried in this order where CXX is not set."""
+COMPILERS = ("g++", "c++", "clang++")  # in this order, unless CXX is set
 TIMEOUT_S = 600
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -42,21 +38,13 @@ FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library to build. Each is built separately, so that a failure does not affect the others.
+    """A library to build. Libraries are built separately, so that a failure does not affect the others."""
 
-    Attributes:
-        name: first part of the file's name, before the key.
-        sources: file names in this folder.
-        linked: names of libraries in torch's folder or the system's.
-        include_folders: folders of headers, beside torch's and Python's.
-        exported: for a library that is loaded globally, the symbols that it exports; empty: all visible ones.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    linked: tuple[str, ...]
-    include_folders: tuple[Path, ...] = ()
-    exported: tuple[str, ...] = ()
+    name: str  # first part of the file's name, before the key
+    sources: tuple[str, ...]  # file names in this folder
+    linked: tuple[str, ...]  # names of libraries in torch's folder or the system's
+    include_folders: tuple[Path, ...] = ()  # beside torch's and Python's
+    exported: tuple[str, ...] = ()  # symbols of a library that is loaded globally; empty for all visible symbols
 
 
 MODULE = "megatron_swap_native"
@@ -72,24 +60,21 @@ NATIVE = Library(
 
 
 class Native(Protocol):
-    """The interface of the C++ part. A storage is passed as its ``_cdata``; the caller keeps it alive.
+    """The interface of the C++ part. Storages are passed as ``_cdata``; the caller keeps them alive.
 
-    ``refuse`` makes every access to its bytes, read or write, raise a RuntimeError with that message, until ``allow``.
-    To release the bytes: ``resize_(0)``, then refuse. To restore them: allow, ``resize_(n)``, then copy. A *new* view
-    of an emptied storage is refused by torch itself, with another message.
+    After ``refuse`` every access to the bytes raises a RuntimeError with ``message``, until ``allow``. To release the
+    bytes: ``resize_(0)``, refuse. To restore them: allow, ``resize_(n)``, copy. torch itself refuses a *new* view of an
+    emptied storage, with another message.
     """
 
     def refuse(self, storage_impl: int, message: str) -> None: ...
     def allow(self, storage_impl: int) -> None: ...
-    def add_reload(self, key: int, function: Callable[[int], bool]) -> None:
-        """Let C++ operators (``operator.h``) call ``function`` before they use a storage that refuses access.
-
-        It gets the address of the storage, and returns whether it has reloaded it; False: the storage is not its own.
-        """
-
+    # Let C++ operators (`operator.h`) call `function` before they use a storage that refuses access. `function`
+    # gets the storage's address, and returns whether it has reloaded the storage.
+    def add_reload(self, key: int, function: Callable[[int], bool]) -> None: ...
     def remove_reload(self, key: int) -> None: ...
-    def in_use(self, storage_impl: int) -> bool:
-        """Whether a C++ operator that has declared the storage has not ended."""
+    # Whether a C++ operator that has declared the storage has not ended.
+    def in_use(self, storage_impl: int) -> bool: ...
 
 
 class BuildError(Exception):
@@ -98,10 +83,7 @@ class BuildError(Exception):
 
 @functools.cache
 def load() -> Native | None:
-    """Return the native part, and build it if needed.
-
-    ``None``: it cannot be built, which is logged once, or is not wanted (``MEGATRON_SWAP_NATIVE=0``).
-    """
+    """Return the C++ part, and build it if needed; ``None`` if it cannot be built, or MEGATRON_SWAP_NATIVE is 0."""
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:
@@ -121,16 +103,13 @@ def include_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of built libraries: in that of torch's own extensions, or in the user's cache."""
+    """Return the folder of built libraries, in the folder of torch's own extensions or in the user's cache."""
     parent = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(parent) / "megatron_swap"
 
 
 def problem() -> str | None:
-    """Return why this process has no native part, without building it; ``None``: it has one, or a compiler to build it.
-
-    A library that was built before needs no compiler.
-    """
+    """Return why this process gets no C++ part, without building it; ``None`` if it is built or there is a compiler."""
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return "MEGATRON_SWAP_NATIVE=0"
     built = _file(cache_folder())
@@ -148,20 +127,13 @@ def problem() -> str | None:
 
 
 def load_library[T](library: Library, loaded: Callable[[Path], T]) -> T:
-    """Return what ``loaded`` makes of the file of ``library`` in the cache.
-
-    One that was there and cannot be loaded, such as that of another machine, is built again.
-
-    Raises:
-        BuildError: as ``build``.
-        ImportError, OSError, RuntimeError: ``loaded`` failed.
-    """
+    """Return ``loaded(file)`` for the file of ``library`` in the cache. Raises as ``build`` and ``loaded``."""
     file = _file(cache_folder(), library)
     was_there = _is_intact(file)
     try:
         return loaded(build(file.parent, library))
     except (ImportError, OSError) as error:
-        if not was_there or _compiler() is None:
+        if not was_there or _compiler() is None:  # else the file may be of another machine, and is built again
             raise
         logger.warning("%s cannot be loaded (%s): it is built again.", file, error)
         file.unlink(missing_ok=True)
@@ -169,11 +141,10 @@ def load_library[T](library: Library, loaded: Callable[[Path], T]) -> T:
 
 
 def build(folder: Path, library: Library = NATIVE) -> Path:
-    """Return the file of ``library`` in ``folder``; compile it if it is missing or damaged. Safe among processes.
+    """Return the file of ``library`` in ``folder``; compile it if missing or damaged. Safe among processes.
 
-    Raises:
-        BuildError: there is no compiler, or it failed; the message has its last lines. Or the folder is another user's.
-        OSError: ``folder`` cannot be written.
+    Raises a ``BuildError`` if there is no compiler, it fails, or the folder is another user's; an ``OSError`` if the
+    folder cannot be written.
     """
     _make_folder(folder)
     _check_owner(folder)
@@ -182,7 +153,8 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
         return built
     lock = os.open(built.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with its process, however that ends
+        # The lock ends with its process. torch.utils.cpp_extension.load would wait forever for a killed process's lock.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_intact(built):  # another process has built it
             return built
         if os.path.lexists(built):
@@ -199,17 +171,13 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make ``folder`` and the folders above it, which only their owner can write."""
+    """Make ``folder`` and the folders above, writable for their owner alone."""
     for missing in [one for one in reversed([folder, *folder.parents]) if not one.exists()]:
         missing.mkdir(0o777 & ~FOR_OTHERS, exist_ok=True)
 
 
 def _check_owner(folder: Path) -> None:
-    """Refuse a folder into which others can put code; one of this user's is closed to them.
-
-    Raises:
-        BuildError: it belongs to another user, or stays open.
-    """
+    """Close this user's folder to others, and refuse a folder into which others can put code."""
     status = folder.stat()
     if status.st_uid == os.geteuid() and status.st_mode & FOR_OTHERS:
         folder.chmod(stat.S_IMODE(status.st_mode) & ~FOR_OTHERS)
@@ -226,7 +194,7 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def _is_intact(built: Path) -> bool:
-    """Return whether ``built`` is a file as ``_seal`` left it, and no link to one."""
+    """Whether ``built`` is a file as ``_seal`` left it, and no link."""
     try:
         descriptor = os.open(built, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -273,7 +241,7 @@ def _no_compiler() -> str:
 
 
 def _key(library: Library = NATIVE) -> str:
-    """Return a hash of all inputs of the build but the compiler, since any one will do."""
+    """Return a hash of all inputs of the build. The compiler is none of them: any compiler will do."""
     here = Path(__file__).parent
     parts = [torch.__version__, sys.version, platform.machine(), *FLAGS, *library.linked, *library.exported]
     parts += ["with a checksum", *map(str, library.include_folders)]
@@ -294,8 +262,8 @@ def _compile(library: Library, target: Path) -> None:
         *(f"-l{name}" for name in library.linked),
     ]
     if library.exported:
-        # -fvisibility=hidden leaves the templates of the standard library visible, and libraries that are loaded
-        # later would use ours instead of their own.
+        # -fvisibility=hidden leaves templates of the standard library visible. Libraries that are loaded later would
+        # use ours instead of their own.
         script = target.with_suffix(".map")
         script.write_text(f"{{ global: {'; '.join(library.exported)}; local: *; }};")
         command.append(f"-Wl,--version-script={script}")
@@ -309,11 +277,15 @@ def _compile(library: Library, target: Path) -> None:
 
 
 def _imported(library: Path) -> Native:
-    # Loaded globally for operator.h, which looks up a symbol; Python's import alone would load it locally.
+    # Loaded globally for operator.h, which looks up a symbol. Python's import alone would load the library locally.
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    spec = importlib.util.spec_from_file_location(MODULE, library)
+    return cast(Native, imported(MODULE, library))
+
+
+def imported(name: str, library: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return cast(Native, module)
+    return module

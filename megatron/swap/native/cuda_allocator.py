@@ -1,8 +1,4 @@
-"""Builds and loads ``cuda_allocator.cpp``, which needs CUDA's headers and is written for torch's allocator classes.
-
-torch's own packages have the runtime's headers, but not the folder ``crt/`` that these include. A toolkit has it, and
-so has triton, which is installed with torch.
-"""
+"""Builds and loads ``cuda_allocator.cpp``, which needs CUDA's headers and knows the classes of torch's allocators."""
 
 from __future__ import annotations
 
@@ -19,29 +15,26 @@ import torch
 from megatron.swap.native.build import BuildError, Library, load_library
 
 SOURCE = "cuda_allocator.cpp"
+# The base classes of our allocator, each derived from the next, with torch's header of the class.
 BASES = {
     "CUDAAllocator": "c10/cuda/CUDACachingAllocator.h",
     "DeviceAllocator": "c10/core/CachingDeviceAllocator.h",
     "Allocator": "c10/core/Allocator.h",
 }
-"""The base classes of our allocator, each derived from the next, and torch's header that declares it."""
 
+# Types of the two functions. Only tests may pass Python functions, which need the interpreter's lock. They deadlock
+# with a thread that holds that lock and waits for a lock of the allocating thread.
 MAKE_ROOM = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_size_t, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 REPORT = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t)
-"""Types of the two functions. Only tests may pass Python functions: these need the interpreter's lock, and can deadlock
-with a thread that has it and waits for a lock of the allocating thread."""
 
 
 @functools.cache
 def load_cuda_allocator() -> ctypes.CDLL:
-    """Return the library, and build it if needed. It changes nothing until one of its functions is called.
+    """Return the library, and build it if needed, or raise a ``BuildError``. Loading it changes nothing.
 
     ``megatron_swap_cuda_install(make_room, report)`` takes the addresses of two functions that live as long as the
-    process; the second may be ``None``. It returns ``None``, or as bytes why it installed nothing.
+    process; ``report`` may be ``None``. It returns ``None``, or the reason why it installed nothing, in bytes.
     ``megatron_swap_cuda_remove()`` undoes it.
-
-    Raises:
-        BuildError: a header is missing, or this torch's allocator classes are not the ones that we know.
     """
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         raise BuildError("MEGATRON_SWAP_NATIVE=0: nothing native is wanted")
@@ -62,7 +55,7 @@ def load_cuda_allocator() -> ctypes.CDLL:
 
 
 def include_places() -> list[Path]:
-    """Return the folders that may have CUDA's headers, best first: those of this torch, of a toolkit, of triton."""
+    """Return the folders that may have CUDA's headers, best first: of this torch, of a toolkit, of triton."""
     packages = Path(torch.__file__).parent.parent
     toolkits = [folder for name in ("CUDA_HOME", "CUDA_PATH") if (folder := os.environ.get(name))]
     return [
@@ -73,14 +66,12 @@ def include_places() -> list[Path]:
 
 
 def cuda_include_folders(version: str) -> tuple[Path, ...]:
-    """Return the header folders for the major version of CUDA ``version``: one, or two if ``crt/`` is elsewhere.
-
-    Raises:
-        BuildError: headers are missing; the message lists the folders that were searched.
-    """
+    """Return the one or two header folders for the major version of CUDA ``version``, or raise a ``BuildError``."""
     places = include_places()
     major = version.split(".")[0]
     runtime = next((place for place in places if _major(place) == major), None)
+    # torch's own packages lack the folder crt/, which the runtime's headers include. A toolkit has crt/, and so has
+    # triton, which is installed with torch.
     parts = next((place for place in (runtime, *places) if place and (place / "crt" / "host_config.h").exists()), None)
     if runtime is None or parts is None:
         what = f"headers of CUDA {major} (cuda_runtime.h)" if runtime is None else "CUDA's header crt/host_config.h"
@@ -90,7 +81,6 @@ def cuda_include_folders(version: str) -> tuple[Path, ...]:
 
 
 def _major(place: Path) -> str | None:
-    """Return the major version of the CUDA headers in ``place``; ``None`` if there are none."""
     header = place / "cuda_runtime_api.h"
     if not header.exists() or not (place / "cuda_runtime.h").exists():
         return None
@@ -99,16 +89,10 @@ def _major(place: Path) -> str | None:
 
 
 def check_virtuals(headers: dict[str, str]) -> None:
-    """Check that our allocator overrides every virtual function of torch's.
-
-    A function that a later torch adds with a default body would compile, and then run that default instead of the real
-    allocator's function.
+    """Raise a ``BuildError`` unless our allocator overrides every virtual function of torch's.
 
     Args:
-        headers: text of each header, by the class that it declares.
-
-    Raises:
-        BuildError: there are functions that we do not override, or a class has other bases than we know.
+        headers: text of each header, by the class in it.
     """
     theirs: Counter[str] = Counter()
     for name, base in zip(BASES, [*list(BASES)[1:], None], strict=True):
@@ -116,6 +100,8 @@ def check_virtuals(headers: dict[str, str]) -> None:
         if bases != ([base] if base else []):
             raise BuildError(f"torch {torch.__version__}: {name} in {BASES[name]} is not the class that we know")
         theirs.update(virtuals(body))
+    # A function that a later torch adds with a default body would compile, and run the default instead of the real
+    # allocator's function.
     _, ours = class_body((Path(__file__).parent / SOURCE).read_text(), "Guard")
     unknown = theirs - Counter(re.findall(r"(\w+)\([^;{}]*\)(?:\s*const)?\s*override\b", ours))
     if unknown:
@@ -123,7 +109,7 @@ def check_virtuals(headers: dict[str, str]) -> None:
 
 
 def class_body(text: str, name: str) -> tuple[list[str] | None, str]:
-    """Return the names of a class's bases (``None``: there is no such class), and the text between its braces."""
+    """Return the names of a class's bases, ``None`` if there is no such class, and the text between its braces."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
     head = re.search(rf"\b(?:class|struct)\s+(?:\w+\s+)?{name}\b(?:\s+final)?\s*(?::([^;{{(]*))?{{", text)
     if head is None:

@@ -1,8 +1,8 @@
-"""The native core of the out-of-memory guard for each kind of device, or the error why it cannot be made."""
+"""The native core of the out-of-memory guard for each kind of device, or the reason why it cannot be made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import CDLL
 from typing import Protocol, cast
 
@@ -13,12 +13,11 @@ from megatron.swap.native.cuda_library import loaded_cuda_library
 
 NEEDS = "--swap-oom-guard needs"
 
-Piece = tuple[int, int]
-"""Address and size in bytes of a piece of host memory."""
+Piece = tuple[int, int]  # address and size in bytes of a piece of host memory
 
 
 class NativeRescue(Protocol):
-    """An allocation that failed and was retried after an eviction; ``engine.oom_guard.Rescue`` explains the fields."""
+    """A failed allocation that was retried after an eviction; ``engine.oom_guard.Rescue`` explains the fields."""
 
     wanted_bytes: int
     freed_bytes: int
@@ -29,69 +28,39 @@ class NativeRescue(Protocol):
 
 
 class Flag(Protocol):
-    """An event of the emulated device for native code. It must live as long as its address is in use."""
+    """An event of the emulated device for native code."""
 
-    address: int
+    address: int  # in use only while the flag lives
 
     def raise_(self) -> None: ...
 
 
 class GuardCore(Protocol):
-    """The core in ``native/guard.h``: evicts offered storages when an allocation fails, on any thread, without Python.
+    """The core in ``guard.h``: evicts offered storages when an allocation fails, on any thread, without Python.
 
-    A storage is passed as ``untyped_storage()._cdata``, an event as its address.
+    Storages are passed as ``untyped_storage()._cdata``, events as addresses.
     """
 
-    def begin(self) -> None:
-        """Rescue allocations from now on."""
-
-    def end(self) -> None:
-        """Stop rescuing allocations. Offers remain until they are withdrawn."""
-
-    def pause_here(self, pause: bool) -> None:
-        """Pause the guard on this thread, or resume it. A paused guard rescues no allocation."""
-
+    def begin(self) -> None: ...  # rescue allocations from now on
+    def end(self) -> None: ...  # stop rescuing allocations; offers remain
+    def pause_here(self, pause: bool) -> None: ...  # rescue no allocation of this thread, or again
     def offer(
         self, key: int, storage_impl: int, num_bytes: int, num_owners: int, next_use: int, is_copied: bool,
         event: int, group: int,
     ) -> None:  # fmt: skip
-        """Allow the eviction of a storage until ``withdraw``, under the number ``key``.
+        """Allow the eviction of a storage, under the number ``key``, until ``withdraw``. See ``Offer`` in guard.h."""
 
-        Args:
-            num_owners: the caller's references to the storage; a storage with more is not evicted.
-            next_use: the higher the later. Storages that need no copy are evicted first, then the others; within each,
-                the one with the latest use first.
-            is_copied: the host has the bytes once ``event`` has passed; else the eviction copies them first.
-            event: passes before the memory may be copied or released; it must live until the offer is withdrawn.
-            group: storages of one group are evicted together; returned in the rescues.
-        """
-
-    def withdraw(self, key: int) -> list[Piece] | None:
-        """End an offer. ``None``: it was not evicted. Else the host memory of its bytes; empty if ``is_copied``."""
-
-    def release(self, pieces: Iterable[Piece]) -> None:
-        """Return host memory of evicted bytes to the guard, when no copy reads it any more."""
-
-    def take_evicted(self) -> list[int]:
-        """Return the keys of offers that were evicted and not withdrawn, each once."""
-
-    def num_evictions(self) -> int:
-        """Return the number of calls so far that evicted storages."""
-
-    def take_rescues(self) -> list[NativeRescue]:
-        """Return the rescues since the last call."""
-
-    def set_most_host_bytes(self, num_bytes: int) -> None:
-        """Limit the host memory that is mapped."""
-
-    def mapped_bytes(self) -> int:
-        """Return the host memory that is mapped now in bytes."""
-
-    def pin(self) -> None:
-        """Register the mapped memory with CUDA, so that copies are fast."""
-
-    def report(self) -> str:
-        """Return what the guard holds and its last error, for the message of an allocation that it could not rescue."""
+    # End an offer. Return `None` if not evicted, else the host memory of the bytes: none if `is_copied`.
+    def withdraw(self, key: int) -> list[Piece] | None: ...
+    def release(self, pieces: Sequence[Piece]) -> None: ...  # return host memory that no copy reads any more
+    def take_evicted(self) -> list[int]: ...  # keys of evicted offers that were not withdrawn, each once
+    def num_evictions(self) -> int: ...  # calls so far that evicted storages
+    def take_rescues(self) -> list[NativeRescue]: ...  # since the last call
+    def set_most_host_bytes(self, num_bytes: int) -> None: ...  # limit the host memory that is mapped
+    def mapped_bytes(self) -> int: ...  # host memory that is mapped now
+    def pin(self) -> None: ...  # register the mapped memory with CUDA, so that copies are fast
+    # Describe the guard's memory and its last error, for the message of an allocation that it did not rescue.
+    def report(self) -> str: ...
 
 
 class _Native(Protocol):
@@ -108,14 +77,7 @@ class _Native(Protocol):
 
 
 def native(needs: str = NEEDS) -> _Native:
-    """Return the C++ part.
-
-    Args:
-        needs: the beginning of the error message: the feature that needs it.
-
-    Raises:
-        UsageError: it cannot be built here, or is not wanted.
-    """
+    """Return the C++ part, or raise a ``UsageError`` that begins with ``needs``, the feature."""
     found = load()
     if found is None:
         raise UsageError(
@@ -127,11 +89,7 @@ def native(needs: str = NEEDS) -> _Native:
 
 
 def build_guard(on_gpu: bool) -> None:
-    """Build the libraries that a guard needs.
-
-    Raises:
-        UsageError: they cannot be built here; the message says why.
-    """
+    """Build the libraries that a guard needs, or raise a ``UsageError``."""
     native()
     if on_gpu:
         _cuda_allocator()
@@ -147,8 +105,7 @@ def _cuda_allocator() -> CDLL:
 def new_guard(*cuda: object) -> GuardCore:
     """Make the core for the emulated device, or with the arguments of ``cuda_guard`` for a CUDA device.
 
-    Raises:
-        UsageError: the C++ part cannot be built here, or this process has a guard already.
+    Raises a ``UsageError`` without the C++ part, or if this process has a guard already.
     """
     if native().is_any_guard_in_force():
         raise UsageError(
@@ -161,11 +118,8 @@ def new_guard(*cuda: object) -> GuardCore:
 def cuda_guard(device: int, stream: int, done: int) -> GuardCore:
     """Make the core for CUDA device number ``device``, and let the device's allocator call it.
 
-    Args:
-        stream, done: addresses of a stream and an event that only the guard uses.
-
-    Raises:
-        UsageError: the C++ part or CUDA's runtime is missing here, or this process has a guard already.
+    Only the guard may use the stream and the event at the addresses ``stream`` and ``done``. Raises a ``UsageError``
+    without the C++ part or CUDA's runtime, or if this process has a guard already.
     """
     cuda_library = loaded_cuda_library()
     if cuda_library is None:
@@ -183,5 +137,5 @@ def cuda_guard(device: int, stream: int, done: int) -> GuardCore:
 
 
 def stop_watching_allocator() -> None:
-    """Undo ``cuda_guard``: PyTorch's CUDA allocator no longer calls a guard."""
+    """Undo ``cuda_guard``."""
     load_cuda_allocator().megatron_swap_cuda_remove()

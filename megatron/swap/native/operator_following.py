@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from torch import _ops
 
 from megatron.swap.common.log import logger
-from megatron.swap.native.build import BuildError, Library, load_library
+from megatron.swap.native.build import BuildError, Library, imported, load_library
 
 MODULE = "megatron_swap_operators"
 LIBRARY = Library(MODULE, ("operator_following.cpp",), ("c10", "torch_cpu", "torch_python"))
 
+# Called with an operator, or its position in a sequence, and with its arguments, options and result. Within the call
+# views share the version counter of their base, as above autograd.
 Report = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Called with an operator, or its position in a sequence; with its arguments, its options and what it has returned.
-
-In it views share the version counter of their base, as above autograd.
-"""
+# Called once for each operator, with its name and overload. Returns the object to report; None to report nothing.
 Resolve = Callable[[str, str], Any]
-"""Called with the name and the overload of an operator, once for each. Returns what is reported; ``None``: nothing."""
 
 
 class Following(Protocol):
-    """Follows the operators of this thread from ``begin`` to ``end``, below autograd and autocast.
-
-    Attributes, valid after the end:
-        saw_all: the operators had no dispatch mode that was not active at the beginning, took no gradient, and none ran
-            in other threads.
-        is_as_expected: that is so, and all operators of the sequence have run, and no others but unreported ones.
-    """
+    """Follows the operators of this thread from ``begin`` to ``end``, below autograd and autocast."""
 
     @property
-    def saw_all(self) -> bool: ...
+    def saw_all(self) -> bool:
+        """Valid after the end: no operator took a gradient, ran in another thread, or in a mode entered since."""
+        ...
+
     @property
-    def is_as_expected(self) -> bool: ...
+    def is_as_expected(self) -> bool:
+        """Valid after the end: ``saw_all``, and the sequence ran whole, beside unreported operators alone."""
+        ...
+
     @property
     def unseen(self) -> Callable[[], AbstractContextManager[None]]:
-        """A function that makes a context for operators that neither this nor a dispatch mode sees."""
+        """A function that makes a context for operators that neither this object nor a dispatch mode sees."""
         ...
 
     def begin(self) -> None: ...
@@ -52,9 +48,9 @@ class Following(Protocol):
 class OperatorLibrary(Protocol):
     """The interface of the C++ part.
 
-    ``Sequence`` gets names and overloads of operators, and whether each of them is reported. ``Following`` without a
-    sequence reports all operators. With one it reports those that are wanted, by their positions, and none from the
-    first that differs.
+    ``Sequence`` gets names and overloads of operators, and whether each is reported. ``Following`` without a sequence
+    reports all operators. With a sequence it reports the wanted operators by position, and none from the first
+    difference on.
     """
 
     def Sequence(self, names: Sequence[tuple[str, str]], wanted: Sequence[bool]) -> object: ...
@@ -63,14 +59,11 @@ class OperatorLibrary(Protocol):
 
 @functools.cache
 def load_operators() -> OperatorLibrary | None:
-    """Return the C++ part, and build it if needed.
-
-    ``None``: it cannot be built, which is logged once, or is not wanted (``MEGATRON_SWAP_NATIVE=0``).
-    """
+    """Return the C++ part, and build it if needed; ``None`` if it cannot be built, or MEGATRON_SWAP_NATIVE is 0."""
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:
-        module = load_library(LIBRARY, _imported)
+        module = load_library(LIBRARY, functools.partial(imported, MODULE))
         _pass_higher_order_operators(module.KEY)
     except (AttributeError, BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
@@ -80,21 +73,8 @@ def load_operators() -> OperatorLibrary | None:
     return cast(OperatorLibrary, module)
 
 
-def _imported(library: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(MODULE, library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _pass_higher_order_operators(key: Any) -> None:
-    """Let operators that take functions pass by ``key``: torch finds their kernels in Python, and knows no fallbacks.
-
-    Raises:
-        AttributeError: this torch has them elsewhere.
-    """
-    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)  # of those to come
+    # torch finds the kernels of operators that take functions in Python, without fallbacks. They pass by `key`.
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)  # of later operators
     for operator in _ops._higher_order_ops.values():
         operator.fallthrough(key)

@@ -67,15 +67,6 @@ bool TransferQueue::erase(Ticket ticket) {
   return true;
 }
 
-Ticket TransferQueue::dequeue() {
-  std::lock_guard lock(mutex_);
-  if (waiting_.empty()) return 0;
-  const Ticket ticket = take(waiting_.begin()).ticket;
-  withdrawn_.insert(ticket);
-  changed_.notify_all();
-  return ticket;
-}
-
 JobState TransferQueue::state(Ticket ticket) const {
   std::lock_guard lock(mutex_);
   return state_now(ticket);
@@ -132,11 +123,6 @@ void TransferQueue::abandon() {
 std::size_t TransferQueue::num_waiting() const {
   std::lock_guard lock(mutex_);
   return waiting_.size();
-}
-
-std::size_t TransferQueue::num_under_way() const {
-  std::lock_guard lock(mutex_);
-  return in_flight_.size() + (running_ != 0 ? 1 : 0);
 }
 
 JobState TransferQueue::state_now(Ticket ticket) const {

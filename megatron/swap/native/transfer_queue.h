@@ -56,7 +56,6 @@ class TransferQueue {
   bool is_started() const;
   Ticket add(Job job, bool at_head);     // 0: the queue is closed
   bool erase(Ticket ticket);             // withdraws a job; false: it has begun
-  Ticket dequeue();                      // withdraws the first job that has not begun; 0: there is none
   JobState state(Ticket ticket) const;
   // Waits until the job's state is `until` or final, or the time is over; returns the state.
   JobState wait(Ticket ticket, JobState until, double seconds) const;
@@ -67,7 +66,6 @@ class TransferQueue {
   void join();                           // after close(): returns when the worker has ended
   void abandon();                        // close, withdraw the jobs that have not begun, join
   std::size_t num_waiting() const;
-  std::size_t num_under_way() const;
 
  private:
   struct Waiting {

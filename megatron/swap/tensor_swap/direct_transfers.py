@@ -1,7 +1,4 @@
-"""Copies between a storage and leased host memory that begin at once, where the transfer queue cannot be built.
-
-No copy waits in a queue, so none goes ahead of others, and none can be withdrawn.
-"""
+"""Copies between a storage and leased host memory that begin at once, where the transfer queue cannot be built."""
 
 from __future__ import annotations
 
@@ -18,15 +15,12 @@ from megatron.swap.tensor_swap.transfers import Direction
 
 
 class DirectTransfer:
-    """One copy of a whole storage, with the methods of ``Transfer``. Made by ``DirectTransfers`` only.
-
-    It keeps both sides alive: keep the transfer until the copy is over.
-    """
+    """One copy of a whole storage, with the methods of ``Transfer``. Keep it until the copy is over."""
 
     def __init__(
         self, device: Device, stream: Stream, way: Direction, storage: torch.UntypedStorage, lease: Lease
     ) -> None:
-        self.storage = storage
+        self.storage = storage  # these keep both sides alive
         self.lease = lease
         self._device = device
         self._stream = stream
@@ -35,7 +29,7 @@ class DirectTransfer:
         self._failure: Exception | None = None
 
     def begin(self, *, ahead: bool) -> bool:
-        """Enqueue the copy on the device, and return False: it is never ``ahead`` of others."""
+        """Enqueue the copy on the device, and return False: no copy goes ``ahead`` of others."""
         device, stream = self._device, self._stream
         # Work on the caller's stream may still write the storage, or use the previous contents of its memory.
         device.wait(stream, device.record(device.current_stream()))
@@ -44,28 +38,27 @@ class DirectTransfer:
                 host = self.lease.views()
                 data = bytes_of(self.storage).split([view.numel() for view in host])
                 device.copy(stream, *((host, data) if self._way is Direction.OUT else (data, host)))
-        except Exception as error:  # raised by ``wait`` and ``join``, after which the memory of both sides is reused
-            self._failure = error.with_traceback(None)  # its frames hold the storage
+        except Exception as error:  # raised by `wait` and `join`, after which the memory of both sides is reused
+            self._failure = error.with_traceback(None)  # the frames hold the storage
             device.synchronize()  # a part of the copy may be under way
         self._done = device.record(stream)
         return False
 
     def erase(self) -> bool:
-        """Return False: the copy has begun."""
         return False
 
     def is_done(self) -> bool:
-        """Whether the copy is over, complete or failed; or ``begin`` was interrupted."""
+        """Whether the copy is over, complete or failed, or ``begin`` was interrupted."""
         return self._done is None or self._device.has_passed(self._done)
 
     def wait(self) -> None:
-        """Wait until the copy is over. Raises its error, if it failed."""
+        """Wait until the copy is over. Raises its error if it failed."""
         if self._done is not None:
-            self._device.finish(self._done)
+            self._device.finish(self._done)  # the host waits
         self._raise_failure()
 
     def join(self) -> None:
-        """Order the caller's stream behind the copy. Raises its error, if it failed."""
+        """Order the caller's stream behind the copy. Raises its error if it failed."""
         if self._done is not None:
             self._device.wait(self._device.current_stream(), self._done)
         self._raise_failure()
@@ -76,11 +69,7 @@ class DirectTransfer:
 
 
 class DirectTransfers:
-    """The two copy streams of one device, with the methods of ``Transfers``.
-
-    Args:
-        device: the CPU or one GPU, whose storages are copied.
-    """
+    """The two copy streams of one device, the CPU or a GPU, with the methods of ``Transfers``."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -91,17 +80,16 @@ class DirectTransfers:
         self._streams = {way: self._device.copy_stream(way.value) for way in Direction}
 
     def transfer(self, way: Direction, storage: torch.UntypedStorage, lease: Lease) -> DirectTransfer:
-        """Prepare a copy of all of ``storage`` to ``lease``, or from it; ``DirectTransfer.begin`` enqueues it."""
+        """Prepare a copy of all of ``storage`` to ``lease`` or from it. ``DirectTransfer.begin`` enqueues the copy."""
         return DirectTransfer(self._device, self._streams[way], way, storage, lease)
 
     def wait_and_stop(self) -> None:
-        """Finish all copies."""
         self._device.close()
 
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Run operations that the modes of ``TensorSwap`` do not see: they would reload the storage that is copied."""
-    # Slabs may have been made in inference mode: outside of it they refuse writes.
+    # The modes of `TensorSwap` would see the copy's operations, and reload the storage. Inference mode, because slabs
+    # that were made in it refuse writes outside.
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode():
         yield

@@ -6,8 +6,7 @@
           ^                        |                      ^                     |
           +-------- recall --------+                      +------ cancel -------+
 
-Only storages are moved: views and aliases share their storage and stay valid. An offloaded storage is empty. Reading
-its address raises an error if there is a native part (``StorageAccess``).
+Views and aliases share their storage and stay valid. An offloaded storage is empty, and refuses access.
 """
 
 from __future__ import annotations
@@ -34,42 +33,30 @@ from megatron.swap.tensor_swap.transfers import Direction, Transfer, Transfers
 class TransferState(Enum):
     """Place of the bytes of a ``SwappedStorage``."""
 
-    OFFLOADING = auto()
-    """The bytes are on the device; their copy to the host is queued or under way."""
-    OFFLOADED = auto()
-    """The bytes are in host memory; the storage is empty."""
-    RELOADING = auto()
-    """The bytes are in host memory; the storage has memory again, and the copy into it is queued or under way."""
+    OFFLOADING = auto()  # on the device; the copy to the host is queued or under way
+    OFFLOADED = auto()  # in host memory; the storage is empty
+    RELOADING = auto()  # in host memory; the storage has memory again, and the copy is queued or under way
 
 
 class SwappedStorage:
-    """A storage that is offloaded, or being offloaded or reloaded.
-
-    Attributes:
-        reference: weak, so it dies with the storage's last tensor. ``None``: the storage is on the device again.
-        lease: the host memory.
-        transfer: the copy that is queued or under way; it keeps the storage alive. ``None``: the storage is OFFLOADED.
-    """
+    """A storage that is offloaded, or being offloaded or reloaded."""
 
     __slots__ = ("lease", "num_bytes", "reference", "state", "transfer")
 
     def __init__(self, storage: torch.UntypedStorage, lease: Lease, died: Callable[[Any], None]) -> None:
         self.num_bytes = storage.nbytes()
+        # Weak, so it dies with the storage's last tensor. None once the storage is on the device again.
         self.reference: weakref.ref[torch.UntypedStorage] | None = weakref.ref(storage, died)
         self.lease = lease
         self.state = TransferState.OFFLOADING
+        # The copy that is queued or under way; it keeps the storage alive. None if OFFLOADED.
         self.transfer: Transfer | DirectTransfer | None = None
 
 
 class StorageMover:
     """Moves the storages of one device. A method does nothing to a storage that is in the wanted state already.
 
-    Any thread may call it, because autograd runs a backward on threads of its own.
-
-    Attributes:
-        out_bytes, in_bytes: copied to the host and back; a copy counts when it is over.
-        num_passive: reloads that an operation had to wait for.
-        num_recalled: storages that were needed before they were offloaded.
+    Any thread may call it: autograd runs a backward on threads of its own.
     """
 
     def __init__(
@@ -79,15 +66,17 @@ class StorageMover:
         self._pool = pool
         self._transfers = transfers
         self._access = access
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # re-entered: an allocation may finish offloads, `reload_all` begins reloads
         self._entries: dict[int, SwappedStorage] = {}
+        # Both in the order of their copies in the queue.
         self._offloading: OrderedDict[int, SwappedStorage] = OrderedDict()
-        """Ordered as their copies in the queue; ``_reloading`` too."""
         self._reloading: OrderedDict[int, SwappedStorage] = OrderedDict()
+        # Copies without an entry that may still use their host memory.
         self._draining: deque[Transfer | DirectTransfer] = deque()
-        """Copies that have no entry any more, but may still use their host memory."""
         self._failures: list[Exception] = []
-        self.out_bytes = self.in_bytes = self.num_passive = self.num_recalled = 0
+        self.out_bytes = self.in_bytes = 0  # a copy counts when it is over
+        self.num_passive = 0  # reloads that an operation had to wait for
+        self.num_recalled = 0  # storages that were needed before they were offloaded
 
     # ------------------------------------------------------------------ state
 
@@ -97,18 +86,16 @@ class StorageMover:
         return not self._entries and not self._draining
 
     def state(self, storage: torch.UntypedStorage) -> TransferState | None:
-        """Return the state of ``storage``; ``None``: it is on the device."""
+        """Return the state of ``storage``; ``None`` if it is on the device."""
         entry = self._entries.get(storage._cdata)
         return None if entry is None else entry.state
 
     # ------------------------------------------------------------------ offload and reload
 
     def offload(self, storage: torch.UntypedStorage, *, ahead: bool) -> None:
-        """Begin to offload ``storage``, ``ahead`` of queued copies or behind them. Finish a reload of it first.
+        """Begin to offload ``storage``, ``ahead`` of queued copies or behind them. Finish its reload first.
 
-        Raises:
-            HostMemoryError: there is no host memory for it.
-            SwapError: a C++ operator is using it.
+        Raises a ``HostMemoryError`` without room, and a ``SwapError`` if a C++ operator is using the storage.
         """
         with self._lock:
             entry = self._entries.get(storage._cdata)
@@ -125,21 +112,20 @@ class StorageMover:
                 return  # it is offloaded already, or being offloaded
             assert entry.transfer is not None
             # From here on a write would be lost, so any access that the dispatcher does not see is refused. The copy
-            # itself runs by address.
+            # runs by address.
             self._access.refuse(storage, _refusal(entry))
             try:
                 is_ahead = entry.transfer.begin(ahead=ahead)
-            except BaseException:  # the storage still has its bytes; the lease is lost, since a copy may write to it
+            except BaseException:  # the storage has its bytes; the lease is lost, since a copy may write to it
                 self._forget(entry, storage)
                 raise
             self._offloading[storage._cdata] = entry
             self._offloading.move_to_end(storage._cdata, last=not is_ahead)
 
     def begin_reload(self, storage: torch.UntypedStorage) -> None:
-        """Give ``storage`` device memory, and begin to reload it behind queued copies; recall it if it is offloading.
+        """Give ``storage`` device memory, and begin to reload it behind queued copies. Recall it if OFFLOADING.
 
-        Raises:
-            torch.OutOfMemoryError: there is no room, and it stays offloaded.
+        Raises a ``torch.OutOfMemoryError`` without room. The storage stays offloaded.
         """
         with self._lock:
             entry = self._entries.get(storage._cdata)
@@ -151,9 +137,7 @@ class StorageMover:
     def require(self, storage: torch.UntypedStorage) -> None:
         """Reload ``storage`` ahead of queued copies. Later work of the caller's stream finds it on the device.
 
-        Raises:
-            torch.OutOfMemoryError: there is no room, and it stays offloaded.
-            Exception: the error of a copy that failed; it stays offloaded.
+        Raises a ``torch.OutOfMemoryError``, or the error of a failed copy. The storage stays offloaded.
         """
         with self._lock:
             entry = self._entries.get(storage._cdata)
@@ -170,9 +154,9 @@ class StorageMover:
             self._finish_reload(entry)
 
     def reload(self, address: int) -> bool:
-        """Reload the storage whose ``StorageImpl`` is at ``address``, for a C++ operator. False: it is not ours.
+        """Reload the storage whose ``StorageImpl`` is at ``address``, for a C++ operator. False for unknown storages.
 
-        Raises: as ``require``.
+        Raises as ``require``.
         """
         entry = self._entries.get(address)
         storage = None if entry is None or entry.reference is None else entry.reference()
@@ -193,7 +177,7 @@ class StorageMover:
                 self._empty(entry, storage)
 
     def reload_all(self) -> None:
-        """Reload everything, and wait for it. Raises: as ``require``."""
+        """Reload everything, and wait. Raises as ``require``."""
         with self._lock:
             storages = [entry.reference() for entry in list(self._entries.values()) if entry.reference is not None]
             for storage in storages:
@@ -205,7 +189,7 @@ class StorageMover:
     # ------------------------------------------------------------------ wait
 
     def poll(self) -> None:
-        """Finish the copies that are over, which releases device memory of offloads and host memory of reloads.
+        """Finish the copies that are over: release device memory of offloads and host memory of reloads.
 
         Never waits. ``wait`` and ``wait_offloaded`` raise the failures.
         """
@@ -222,14 +206,14 @@ class StorageMover:
     def wait_offloaded(self) -> None:
         """Wait until no storage is being offloaded.
 
-        Raises: the error of a failed copy, when all are over; its storage stays on the device.
+        Raises the error of a failed copy, when all are over. Its storage stays on the device.
         """
         for entry in list(self._offloading.values()):
             self._try(partial(self._finish_offload, entry))
         self._raise_first()
 
     def wait(self) -> None:
-        """Wait until no copy is queued or under way. Raises: the error of a failed copy, when all are over."""
+        """Wait until no copy is queued or under way. Raises the error of a failed copy, when all are over."""
         for entry in list(self._offloading.values()):
             self._try(partial(self._finish_offload, entry))
         for entry in list(self._reloading.values()):
@@ -263,8 +247,8 @@ class StorageMover:
             raise
 
         def died(_: Any) -> None:
-            # The storage's last tensor died while it was offloaded. This may run on any thread, also in a garbage
-            # collection while our own lock is held, so it takes no lock.
+            # The storage's last tensor died while offloaded. No lock: this may run on any thread, also in a garbage
+            # collection while this thread holds the mover's lock.
             if entries.get(address) is entry:
                 del entries[address]
             access.forget(address)
@@ -275,12 +259,12 @@ class StorageMover:
         return entry
 
     def _finish_offload(self, entry: SwappedStorage) -> None:
-        """OFFLOADING -> OFFLOADED: wait for the copy. If it failed the storage stays on the device."""
+        """OFFLOADING -> OFFLOADED: wait for the copy. If it failed, the storage stays on the device."""
         if entry.state is not TransferState.OFFLOADING or entry.transfer is None:
             return
         storage = entry.transfer.storage
         try:
-            entry.transfer.wait()
+            entry.transfer.wait()  # the host waits: the copy's source is released next
             if storage.nbytes() != entry.num_bytes:
                 raise SwapError("a tensor was resized while it was offloaded: it stays as it is now")
         except Exception:
@@ -292,18 +276,18 @@ class StorageMover:
         self._empty(entry, storage)
 
     def _empty(self, entry: SwappedStorage, storage: torch.UntypedStorage) -> None:
-        """-> OFFLOADED: release the device memory, and refuse access to it."""
+        """-> OFFLOADED: release the device memory, and refuse access."""
         entry.transfer = None
         entry.state = TransferState.OFFLOADED
         self._reloading.pop(storage._cdata, None)
         self._access.allow(storage)
-        if self._device.type == "cpu":  # so that a premature read finds NaN in tests
+        if self._device.type == "cpu":  # so that a premature read finds NaN
             ctypes.memset(storage.data_ptr(), 0xFF, entry.num_bytes)
         storage.resize_(0)
         self._access.refuse(storage, _refusal(entry))
 
     def _recall(self, entry: SwappedStorage) -> None:
-        """OFFLOADING -> on the device. A copy that runs already is discarded, since the storage may change now."""
+        """OFFLOADING -> on the device. A copy under way is discarded, since the storage may change now."""
         transfer = entry.transfer
         assert transfer is not None
         self.num_recalled += 1
@@ -314,7 +298,7 @@ class StorageMover:
             self._draining.append(transfer)
 
     def _begin_reload(self, entry: SwappedStorage, storage: torch.UntypedStorage, *, ahead: bool) -> None:
-        """OFFLOADED -> RELOADING: give it memory, and refuse access until the copy is over."""
+        """OFFLOADED -> RELOADING: allocate memory, and refuse access until the copy is over."""
         self._access.allow(storage)
         try:
             self._allocate(storage, entry.num_bytes)
@@ -332,17 +316,17 @@ class StorageMover:
         except torch.OutOfMemoryError:
             if not self._offloading:
                 raise
-            for offloading in list(self._offloading.values()):  # finishing them releases device memory
+            for offloading in list(self._offloading.values()):  # their end releases device memory
                 self._try(partial(self._finish_offload, offloading))
             storage.resize_(num_bytes)
 
     def _finish_reload(self, entry: SwappedStorage) -> None:
-        """RELOADING -> on the device, in the order of the caller's stream. If the copy failed, it stays offloaded."""
+        """RELOADING -> on the device, in the order of the caller's stream. If the copy failed, -> OFFLOADED."""
         if entry.state is not TransferState.RELOADING or entry.transfer is None:
             return
         transfer = entry.transfer
         try:
-            transfer.join()
+            transfer.join()  # the caller's stream waits; the host only until the copy is enqueued
         except Exception:
             self._empty(entry, transfer.storage)
             raise
@@ -352,7 +336,7 @@ class StorageMover:
         self._reap()
 
     def _forget(self, entry: SwappedStorage, storage: torch.UntypedStorage) -> None:
-        """-> on the device: drop all references now, since a cycle would keep it alive until garbage collection."""
+        """-> on the device. Drop all references: a cycle would keep the storage alive until a garbage collection."""
         for kept in (self._entries, self._offloading, self._reloading):
             kept.pop(storage._cdata, None)
         entry.transfer = entry.reference = None
@@ -366,7 +350,7 @@ class StorageMover:
     def _finish(self, transfer: Transfer | DirectTransfer) -> None:
         try:
             transfer.wait()
-        except Exception as error:  # a recalled copy, whose bytes are not needed; else CUDA raises it again
+        except Exception as error:  # of a recalled copy, whose bytes are not needed; all others CUDA raises again
             logger.debug("a copy of %d bytes that nobody waited for failed: %s", transfer.lease.nbytes, error)
         transfer.lease.free()
 

@@ -67,7 +67,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments of an operation, those in lists, and those that a wrapper is made of."""
+    """Yield the tensors among an operation's arguments: in lists, and inside wrappers too."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument

@@ -42,33 +42,25 @@ from megatron.swap.tensor_swap.mover import StorageMover, TransferState
 from megatron.swap.tensor_swap.operations import Addresses, Operations, storage_of
 from megatron.swap.tensor_swap.transfers import Transfers
 
-SLAB_BYTES = 64 * MIB
-"""The pool reserves host memory in slabs of this size; for larger tensors several at once."""
+SLAB_BYTES = 64 * MIB  # the pool reserves host memory in slabs of this size, and several at once for larger tensors
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Counters of one ``TensorSwap`` since its start.
+    """Counters of one ``TensorSwap`` since its start."""
 
-    Attributes:
-        out_bytes, in_bytes: copied to the host and back, without recalled tensors.
-        num_passive: reloads that an operation had to wait for, because its tensor was not on the device.
-        num_recalled: offloads that were cancelled, because an operation used the tensor before the copy was over.
-        host_bytes, host_peak_bytes: host memory in use now, and the most so far.
-    """
-
-    out_bytes: int
-    in_bytes: int
-    num_passive: int
-    num_recalled: int
-    host_bytes: int
-    host_peak_bytes: int
+    out_bytes: int  # copied to the host, without recalled tensors
+    in_bytes: int  # copied back
+    num_passive: int  # reloads that an operation had to wait for
+    num_recalled: int  # offloads cancelled because an operation used the tensor before the copy was over
+    host_bytes: int  # host memory in use now
+    host_peak_bytes: int  # and the most so far
 
 
 class TensorSwap:
     """Offloads and reloads single tensors of one device, between ``open`` and ``close``, or in a ``with``.
 
-    One thread at a time may use it, besides the threads on which autograd runs a backward.
+    One thread at a time may use it, beside the threads on which autograd runs a backward.
 
     Args:
         host_gib: most pinned host memory, in GiB.
@@ -98,11 +90,7 @@ class TensorSwap:
     # ------------------------------------------------------------------ open and close
 
     def open(self) -> TensorSwap:
-        """Accept tensors from now on; returns itself.
-
-        Raises:
-            SwapError: it is open already.
-        """
+        """Accept tensors from now on, and return this object. Raises a ``SwapError`` if it is open already."""
         if self._modes is not None:
             raise SwapError("TensorSwap is open already: close it first, or make another one")
         on_gpu = self.device.type == "cuda"
@@ -123,13 +111,13 @@ class TensorSwap:
         return self
 
     def close(self) -> None:
-        """Stop, reload everything, and release host memory; a second call does nothing.
+        """Stop, reload everything, and release host memory. A second call does nothing.
 
         Raises:
             SwapError: on another thread than ``open``, or before another mode that was entered later.
-            torch.OutOfMemoryError: not all tensors fit the device. Then, and after a failed reload, it is still open,
-                accepts no more tensors, and ``close`` may be called again.
-            Exception: the error of an offload that failed; it is closed, and every tensor is on the device.
+            torch.OutOfMemoryError: not all tensors fit the device. Then, and after a failed reload, the TensorSwap is
+                still open, takes no more tensors, and may be closed again.
+            Exception: the error of a failed offload. The TensorSwap is closed, and every tensor is on the device.
         """
         if self._modes is None:
             return
@@ -165,15 +153,15 @@ class TensorSwap:
     def swap_out(self, *tensors: torch.Tensor) -> None:
         """Begin to offload ``tensors``, ahead of queued copies. ``wait_swapped_out`` waits until their memory is free.
 
-        Without a C++ compiler no copy is queued: each begins at once, behind those under way.
+        Without a C++ compiler each copy begins at once, behind the copies under way.
 
         Raises:
             UsageError: a tensor cannot be swapped; no offload was begun.
-            HostMemoryError: there is too little host memory for all of them; some may have begun.
-            SwapError: not open, or stopped; or a C++ operator uses one of them.
+            HostMemoryError: there is too little host memory for all tensors; some offloads may have begun.
+            SwapError: not open, or stopped, or a C++ operator uses a tensor.
         """
         storages = self._storages(tensors)
-        if self._make_queue:  # each goes to the head, so the first given is pushed last
+        if self._make_queue:  # each goes to the head of the queue, so the first tensor is pushed last
             storages.reverse()
         for storage in storages:
             self._offload(storage, ahead=True)
@@ -188,7 +176,7 @@ class TensorSwap:
 
         Raises:
             SwapError: not open.
-            Exception: the error of a failed copy, when all are over; its tensor stays on the device.
+            Exception: the error of a failed copy, when all are over. Its tensor stays on the device.
         """
         self._check_open()
         self._mover.wait_offloaded()
@@ -209,7 +197,7 @@ class TensorSwap:
 
         Raises:
             SwapError: not open.
-            torch.OutOfMemoryError: there is no room for a tensor; it and those behind it remain recorded.
+            torch.OutOfMemoryError: there is no room for a tensor. This tensor and all behind it remain recorded.
         """
         self._check_open()
         while self._wanted:
@@ -260,17 +248,13 @@ class TensorSwap:
         return tensor
 
     def is_out(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is offloaded, its device memory released.
-
-        Raises:
-            SwapError: not open.
-        """
+        """Whether ``tensor`` is offloaded, and its device memory released. Raises ``SwapError`` if not open."""
         self._check_open()
         return isinstance(tensor, torch.Tensor) and self._mover.state(storage_of(tensor)) is TransferState.OFFLOADED
 
     @property
     def stats(self) -> TensorStats:
-        """The figures since ``open``. Raises: ``SwapError``, if it is not open."""
+        """The figures since ``open``. Raises ``SwapError`` if not open."""
         self._check_open()
         mover, pool = self._mover, self._pool.stats
         return TensorStats(
@@ -279,7 +263,7 @@ class TensorSwap:
         )  # fmt: skip
 
     def _before_use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Reload ``tensors``, which an operation is about to use on the current stream."""
+        """Reload ``tensors`` for an operation on the current stream."""
         if self._mover.is_idle:
             return
         self._check_process()
@@ -289,7 +273,7 @@ class TensorSwap:
         self._mover.poll()
 
     def _offload(self, storage: torch.UntypedStorage, *, ahead: bool) -> None:
-        # An earlier ``queue_prefetch`` of it no longer applies.
+        # An earlier `queue_prefetch` of the storage no longer applies.
         self._wanted = [wanted for wanted in self._wanted if wanted() is not storage]
         try:
             self._mover.offload(storage, ahead=ahead)
@@ -303,7 +287,7 @@ class TensorSwap:
     # ------------------------------------------------------------------ checks
 
     def _storages(self, tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
-        """Return the storages of ``tensors``, each once, without empty ones. Raises: as ``swap_out``."""
+        """Return the storages of ``tensors``, each once, without empty ones. Raises as ``swap_out``."""
         self._check_open()
         if not self._accepts:
             raise SwapError("TensorSwap was stopped: it takes no more tensors. Open another one.")

@@ -1,7 +1,4 @@
-"""Copies between a storage and leased host memory, through two transfer queues, one for each direction.
-
-The queues work on threads of their own. On a GPU events order their copies with the caller's stream.
-"""
+"""Copies between a storage and leased host memory, through two transfer queues, one for each direction."""
 
 from __future__ import annotations
 
@@ -14,26 +11,19 @@ from megatron.swap.native.transfer_queue import CudaCopy, HostCopy, Step, Transf
 
 
 class Direction(Enum):
-    """``OUT``: offload, to the host. ``IN``: reload, to the device."""
+    """Direction of a copy: ``OUT`` offloads to the host, ``IN`` reloads to the device."""
 
     OUT = "out"
     IN = "in"
 
 
 class Transfer:
-    """One copy of a whole storage. Made by ``Transfers`` only.
-
-    It keeps both sides alive, because the copy runs by address: keep the transfer until the copy is over.
-    """
+    """One copy of a whole storage. ``Transfers`` makes transfers. Keep a transfer until its copy is over."""
 
     def __init__(
-        self,
-        queue: TransferQueue,
-        job: list[Step],
-        storage: torch.UntypedStorage,
-        lease: Lease,
-        events: Events | None,
+        self, queue: TransferQueue, job: list[Step], storage: torch.UntypedStorage, lease: Lease, events: Events | None
     ) -> None:
+        # The copy runs by address, so these keep both sides alive.
         self.storage = storage
         self.lease = lease
         self._queue = queue
@@ -47,7 +37,7 @@ class Transfer:
         return ahead
 
     def erase(self) -> bool:
-        """Withdraw the copy from the queue, and return whether that succeeded. ``False``: it has begun already."""
+        """Withdraw the copy from the queue. Return whether it is withdrawn: false if it has begun."""
         return self._queue.erase(self._ticket)
 
     def is_done(self) -> bool:
@@ -55,21 +45,19 @@ class Transfer:
         return self._queue.is_done(self._ticket)
 
     def wait(self) -> None:
-        """Wait until the copy is over. Raises its error, if it failed."""
+        """Wait until the copy is over. Raises its error if it failed."""
         self._queue.wait(self._ticket)
 
     def join(self) -> None:
-        """Order the caller's stream behind the copy; the host waits only until the copy is enqueued on the device.
-
-        Raises: its error, if it failed.
-        """
+        """Order the caller's stream behind the copy. Raises the copy's error if it failed."""
+        # The host waits only until the copy is enqueued on the device.
         self._queue.wait_issued(self._ticket)
         if self._events is not None:
             self._events.join()
 
 
 class Events:
-    """Two events of a copy on a GPU: it waits for ``before``, and ``done`` is recorded behind it."""
+    """Two events of a copy on a GPU: the copy waits for ``before``, and ``done`` is recorded behind it."""
 
     __slots__ = ("before", "done")
 
@@ -77,7 +65,7 @@ class Events:
         self.before, self.done = torch.cuda.Event(), torch.cuda.Event()
         # Work on the caller's stream may still write the storage, or use the previous contents of its memory.
         self.before.record(torch.cuda.current_stream(stream.device))
-        self.done.record(stream)  # an event has no address before; the queue records it again
+        self.done.record(stream)  # an event has no address before its first record; the queue records it again
 
     def join(self) -> None:
         """Let the caller's stream wait for ``done``."""
@@ -85,12 +73,7 @@ class Events:
 
 
 class Transfers:
-    """The two transfer queues of one device.
-
-    Args:
-        device: the CPU or one GPU, whose storages are copied.
-        make_queue: makes a queue, given its name.
-    """
+    """The two transfer queues of one device, the CPU or a GPU. ``make_queue`` gets a queue's name."""
 
     def __init__(self, device: torch.device, make_queue: type[TransferQueue]) -> None:
         self._device = device
@@ -101,7 +84,7 @@ class Transfers:
             queue.start()
 
     def transfer(self, way: Direction, storage: torch.UntypedStorage, lease: Lease) -> Transfer:
-        """Prepare a copy of all of ``storage`` to ``lease``, or from it; ``Transfer.begin`` enqueues it."""
+        """Prepare a copy of all of ``storage`` to ``lease`` or from it. ``Transfer.begin`` enqueues the copy."""
         stream = self._streams[way]
         events = None if stream is None else Events(stream)
         address, job = storage.data_ptr(), list[Step]()
@@ -121,7 +104,7 @@ class Transfers:
         return Transfer(self._queues[way], job, storage, lease, events)
 
     def wait_and_stop(self) -> None:
-        """Finish all queued copies, and accept no more. Raises: the first failure not raised yet."""
+        """Finish all queued copies, and accept no more. Raises the first failure that was not raised yet."""
         first: Exception | None = None
         for queue in self._queues.values():
             try:

@@ -28,7 +28,8 @@ def begin_copies(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
             pytest.skip("needs a compiler")
         return
     monkeypatch.setattr("megatron.swap.tensor_swap.swap.load", lambda: None)
-    monkeypatch.setattr("megatron.swap.tensor_swap.swap.storage_access", lambda: StorageAccess(native=False))
+    monkeypatch.setattr("megatron.swap.native.access.load", lambda: None)
+    monkeypatch.setattr("megatron.swap.tensor_swap.swap.storage_access", StorageAccess)
     monkeypatch.setattr("megatron.swap.tensor_swap.swap.HostPool", partial(HostPool, poison=True))
     monkeypatch.setattr("megatron.swap.tensor_swap.swap.SLAB_BYTES", MIB)
     monkeypatch.setattr("megatron.swap.tensor_swap.direct_transfers.EmulatedDevice", partial(EmulatedDevice, 0.002))
@@ -71,9 +72,6 @@ class OrderlyQueue(TransferQueue):
             return True
         return False
 
-    def dequeue(self) -> int | None:
-        return self.waiting.pop(0) if self.waiting else None
-
     def is_done(self, ticket: int) -> bool:
         return ticket not in self.waiting
 
@@ -107,10 +105,6 @@ class OrderlyQueue(TransferQueue):
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
-
-    @property
-    def num_under_way(self) -> int:
-        return 0
 
 
 def tensor(num_bytes: int = 1 << 16, seed: int = 0) -> torch.Tensor:
