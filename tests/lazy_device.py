@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.swap.devices.base import Device
-from megatron.swap.devices.emulated import POISON, ClockMark
+from megatron.swap.devices.base import ClockMark, Device, Elapsed
+from megatron.swap.devices.emulated import POISON
 
 
 class LazyStream:
@@ -58,11 +58,6 @@ class LazyEvent:
         self._stream.run_until(lambda: self.passed)
         if self._failure is not None:
             raise RuntimeError(f"a copy failed: {self._failure}") from self._failure
-
-
-class _NoStall:
-    def elapsed_ms(self) -> float:
-        return 0.0
 
 
 @dataclass
@@ -120,9 +115,9 @@ class LazyDevice(Device):
     def wait(self, stream: LazyStream, event: LazyEvent) -> None:
         stream.enqueue(event.synchronize)
 
-    def timed_wait(self, stream: LazyStream, event: LazyEvent) -> _NoStall:
+    def timed_wait(self, stream: LazyStream, event: LazyEvent) -> Elapsed:
         self.wait(stream, event)
-        return _NoStall()
+        return Elapsed(0.0)
 
     def has_passed(self, event: LazyEvent) -> bool:
         return event.passed
@@ -200,7 +195,7 @@ class LazyDevice(Device):
         pass
 
     def mark(self) -> ClockMark:
-        return ClockMark()
+        return ClockMark(self.host_ms())
 
     def synchronize(self) -> None:
         for stream in self._streams:

@@ -1,8 +1,7 @@
 """The contract between the engine and a device.
 
 A *stream* runs its work in order. An *event* marks a point in a stream. ``wait`` holds back all later work of a stream
-until an event has passed. Only ``finish`` and ``synchronize`` make the calling thread wait for the device; under the
-emulation a wait on the compute stream does too, because that stream *is* the calling thread.
+until an event has passed. The calling thread waits for the device only in ``finish`` and ``synchronize``.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from megatron.swap.common.counters import Stall
 from megatron.swap.common.types import UsageError
 from megatron.swap.native.guarding import GuardCore
 
-ALIGNMENT_BYTES = 512
-"""Alignment of the caching allocator's blocks, and of tensors that share one buffer."""
+ALIGNMENT_BYTES = 512  # of the caching allocator's blocks, and of tensors that share a buffer
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -28,26 +26,21 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Event(Protocol):
-    """A point in a stream; it passes when all work before that point is done. ``torch.cuda.Event`` is one."""
+    """A point in a stream; it passes when all work before is done. ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
-        """Whether it has passed. Never waits."""
+        """Whether the event has passed. Never waits."""
         ...
 
     def synchronize(self) -> None:
-        """Make the calling thread wait until it has passed; any thread may.
-
-        Raises:
-            SwapError: work before it has failed (the emulation; CUDA's own errors are a RuntimeError).
-        """
+        """Make the calling thread wait until the event has passed. Raises a ``SwapError`` if work before has failed."""
         ...
 
 
 class Stream(Protocol):
     """Work of a device that runs in the order in which it was enqueued. ``torch.cuda.Stream`` is one.
 
-    Two objects of the same stream are equal and have the same hash. Events are ``Any`` here, because a stream takes
-    only its own device's.
+    Two objects of the same stream are equal and have the same hash. A stream takes the events of its own device only.
     """
 
     def record_event(self, event: Any = None) -> Any:
@@ -60,31 +53,44 @@ class Stream(Protocol):
 
 
 class Mark(Protocol):
-    """A timestamp on the stream that was current when it was made."""
+    """A timestamp on the stream that was current when the mark was made."""
 
     def elapsed_ms_since(self, other: Any) -> float:
-        """Milliseconds from ``other``, a mark of the same device; valid only after ``synchronize``."""
+        """Return the milliseconds since ``other``, a mark of the same device. Valid only after ``synchronize``."""
         ...
 
 
+class Elapsed:
+    """A stall of known length."""
+
+    def __init__(self, ms: float) -> None:
+        self._ms = ms
+
+    def elapsed_ms(self) -> float:
+        return self._ms
+
+
+class ClockMark:
+    """A moment of a clock that the host can read."""
+
+    def __init__(self, now_ms: float) -> None:
+        self._now_ms = now_ms
+
+    def elapsed_ms_since(self, other: ClockMark) -> float:
+        return self._now_ms - other._now_ms
+
+
 class Device(ABC):
-    """Streams, events and memory of one device.
+    """Streams, events and memory of one device. Figures are ``None`` where the device does not measure them."""
 
-    Attributes:
-        torch_device: where PyTorch allocates.
-        name: of the hardware, for messages.
-        keeps_time: whether equal work takes equally long, so that times can be compared.
-        guard: evicts storages from this device when an allocation fails; ``None`` before ``make_guard``.
-    """
-
-    torch_device: torch.device
-    name: str
-    keeps_time = True
-    guard: GuardCore | None = None
+    torch_device: torch.device  # where PyTorch allocates
+    name: str  # of the hardware, for messages
+    keeps_time = True  # equal work takes equally long, so that times can be compared
+    guard: GuardCore | None = None  # evicts storages when an allocation fails; None before `make_guard`
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream that the caller computes on. Ask for it before entering any other stream's context."""
+        """Return the stream that the caller computes on. Ask before entering any other stream's context."""
 
     @abstractmethod
     def copy_stream(self, name: str) -> Stream:
@@ -101,82 +107,74 @@ class Device(ABC):
 
     @abstractmethod
     def timed_wait(self, stream: Stream, event: Event) -> Stall:
-        """Wait as ``wait`` does, and measure how long ``stream`` is idle because of it."""
+        """Wait as ``wait`` does, and measure how long ``stream`` is idle for it."""
 
     def has_passed(self, event: Event) -> bool:
         """Whether ``event`` has passed. Never waits."""
         return event.query()
 
     def finish(self, event: Event) -> None:
-        """Make the calling thread wait until ``event`` has passed; any thread may."""
+        """Make the calling thread wait until ``event`` has passed. Any thread may."""
         event.synchronize()
 
     def host_ms(self) -> float:
-        """Return the time of the host's clock, in milliseconds since some moment."""
+        """Return the host's clock in milliseconds since some moment."""
         return 1e3 * time.perf_counter()
 
     @abstractmethod
     def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
-        """Enqueue copies between two equally long lists of uint8 tensors, pairwise of equal length.
+        """Enqueue copies between two lists of uint8 tensors, pairwise of equal length. Return the number of copies.
 
-        The caller keeps both sides alive until an event recorded after this call has passed.
-
-        Args:
-            stream: made by ``copy_stream``.
-
-        Returns:
-            The number of copies that were enqueued: a device may split long tensors.
+        A device may split long tensors. The caller keeps both sides until an event behind this call has passed.
+        ``copy_stream`` made the stream.
         """
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return a uint8 tensor of device memory that belongs to the current stream; its contents are undefined.
+        """Return a uint8 tensor of device memory, undefined, that belongs to the current stream.
 
-        Raises:
-            torch.OutOfMemoryError: there is no room.
+        Raises a ``torch.OutOfMemoryError`` if there is no room.
         """
 
-    @abstractmethod
     def discard(self, storage: torch.UntypedStorage) -> None:
         """Note that the last reference to ``storage`` is about to be dropped."""
+        # The caching allocator hands the block to later work of the same stream, which is ordered: nothing to do.
+        return
 
-    @abstractmethod
     def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """Note that ``storage`` is read on ``stream``, which is not the stream it was allocated on."""
+        """Note that ``storage`` is read on ``stream``, and was allocated on another stream."""
+        return  # a device whose memory is not recycled behind a read has nothing to order
 
-    @abstractmethod
     def peak_bytes(self) -> int | None:
-        """Return the most device memory allocated since the start; ``None`` where it is not measured."""
+        """Return the most device memory allocated since the start."""
+        return None
 
-    @abstractmethod
     def allocated_bytes(self) -> int | None:
-        """Return the device memory allocated now; ``None`` where it is not measured."""
+        """Return the device memory allocated now."""
+        return None
 
-    @abstractmethod
     def take_peak(self) -> tuple[int, int] | None:
-        """Return the most bytes allocated since the last call, and those allocated now; ``None`` where not measured.
+        """Return the most bytes allocated since the last call, and the bytes allocated now."""
+        return None
 
-        ``peak_bytes`` still counts the whole run.
-        """
-
-    @abstractmethod
     def reserved_bytes(self) -> int | None:
-        """Return the bytes that the allocator has reserved, in use or not; ``None`` where they are not measured."""
+        """Return the bytes that the allocator has reserved, in use or not."""
+        return None
 
-    @abstractmethod
     def peak_reserved_bytes(self) -> int | None:
-        """Return the most bytes that the allocator has reserved since the start; ``None`` where not measured."""
+        """Return the most bytes that the allocator has reserved since the start."""
+        return None
 
     def take_retries(self) -> int:
         """Return the allocations since the last call for which the allocator had to wait and empty its cache."""
         return 0
 
-    @abstractmethod
     def release_cached(self) -> None:
         """Let the allocator return its unused memory to the device. This may be slow."""
+        return
 
     def allocate_if_free(self, num_bytes: int) -> torch.Tensor | None:
-        """Allocate as ``allocate`` does, but return ``None`` if there is no room. The guard evicts nothing for it."""
+        """Allocate as ``allocate`` does, or return ``None`` if there is no room. The guard evicts nothing."""
         try:
             if self.guard is not None:
                 self.guard.pause_here(True)
@@ -188,14 +186,10 @@ class Device(ABC):
                 self.guard.pause_here(False)
 
     def allocate_all(self, sizes: Sequence[int], *, is_ahead: bool) -> list[torch.Tensor]:
-        """Return a tensor of each size in bytes.
+        """Return a tensor of each size in bytes, or raise a ``torch.OutOfMemoryError``.
 
-        Args:
-            is_ahead: the tensors are not needed yet: return only the first ones, as many as there is room for. The
-                guard evicts nothing for them.
-
-        Raises:
-            torch.OutOfMemoryError: there is no room, and not ``is_ahead``.
+        Tensors that are made ahead are not needed yet. Of these return only as many of the first as there is room for,
+        without evictions.
         """
         if not is_ahead:
             return [self.allocate(num_bytes) for num_bytes in sizes]
@@ -208,27 +202,17 @@ class Device(ABC):
         return found
 
     def make_guard(self) -> GuardCore:
-        """Make ``guard``. It takes no host memory before ``set_most_host_bytes``.
-
-        Raises:
-            UsageError: guards do not support this device.
-        """
+        """Make ``guard``, which takes no host memory before ``set_most_host_bytes``, or raise a ``UsageError``."""
         raise UsageError(f"--swap-oom-guard does not support {self.name}. Leave it out.")
 
     def leave_free(self, is_wanted: bool) -> None:
-        """Limit PyTorch while ``is_wanted``, so that some device memory stays free. Without a GPU do nothing.
-
-        The guard evicts for PyTorch's allocations only. Libraries allocate too (NCCL when ranks first communicate, CUDA
-        when a kernel is first called), and fail if nothing is free.
-        """
+        """Limit PyTorch while ``is_wanted``, so that some device memory stays free for libraries."""
+        # The guard evicts for PyTorch's allocations only. NCCL allocates when ranks first communicate, and CUDA when a
+        # kernel is first called. Both fail if nothing is free.
         return
 
     def native_event(self, event: Event) -> int:
-        """Return the address by which the guard refers to ``event``.
-
-        Raises:
-            UsageError: guards do not support this device.
-        """
+        """Return the address by which the guard refers to ``event``, or raise a ``UsageError``."""
         raise UsageError(f"--swap-oom-guard does not support {self.name}. Leave it out.")
 
     @abstractmethod

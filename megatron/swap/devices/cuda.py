@@ -11,30 +11,24 @@ from typing import Any
 import torch
 
 from megatron.swap.common.types import GIB, MIB
-from megatron.swap.devices.base import Device, Event, Stream, bytes_of
+from megatron.swap.devices.base import Device, Elapsed, Event, Stream, bytes_of
 from megatron.swap.native.guarding import GuardCore, cuda_guard, stop_watching_allocator
 
+# Most bytes that one stream copies without a break, and the size of the chunks that tensors are split into. All copies
+# in one direction share one hardware queue, whatever their streams, so copies of others wait for everything that is
+# being offloaded (but see host_writes.py). Copies that wait for another stream let others pass, so our copies alternate
+# between two streams; on an H200 that is no slower. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and
+# turns do not help: each tensor is one copy, which takes fewer calls.
 COPY_CHUNK_BYTES = 32 * MIB
-"""Most bytes that one stream copies without a break, and the size of the chunks that tensors are split into, unless
-CUDA_DEVICE_MAX_CONNECTIONS=1.
 
-All copies in one direction share one hardware queue, whatever their streams: what others copy waits for everything that
-is being offloaded (but see ``host_writes``). Copies that wait for another stream let others pass, so our copies
-alternate between two streams; on an H200 that is no slower. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one
-queue, and turns do not help. So each tensor is one copy, which takes fewer calls. CUDA reads the variable once, as it
-starts; we read it when swapping begins.
-"""
-
+# Bytes that `leave_free` leaves for kernels, and among ranks for NCCL's buffers too. In a pipeline of two H200 with 2
+# GiB left free, 16 MiB were still free in the end.
 FREE_ALONE_BYTES = 256 * MIB
 FREE_AMONG_RANKS_BYTES = 4 * GIB
-"""Bytes that ``leave_free`` leaves: for kernels, and with several ranks for NCCL's buffers too.
-
-In a pipeline of two H200 with 2 GiB left free, 16 MiB were still free in the end. On a small device at most a 16th of
-its memory is left free."""
 
 
 def expands_segments() -> bool:
-    """Whether PyTorch's allocator is set to expandable segments, by either name of its environment variable."""
+    """Whether an environment variable sets PyTorch's allocator to expandable segments."""
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return "expandable_segments:true" in settings.lower().replace(" ", "")
 
@@ -42,32 +36,25 @@ def expands_segments() -> bool:
 def most_fraction(reserved_bytes: int, free_bytes: int, total_bytes: int, others_bytes: int) -> float:
     """Return the fraction of the device's memory that PyTorch may reserve if ``others_bytes`` stay free.
 
-    At most a 16th of the device stays free. The fraction is at least what PyTorch has reserved already.
+    At most a 16th of the device stays free. The fraction is at least the memory that PyTorch has reserved already.
     """
     left_bytes = min(others_bytes, total_bytes // 16)
     return (reserved_bytes + max(0, free_bytes - left_bytes)) / total_bytes
 
 
 def _set_fraction(device: torch.device, before: float, ours: float) -> None:
-    """Undo the limit ``ours`` of PyTorch's memory, unless the user has set another one since."""
+    """Undo the limit ``ours`` of PyTorch's memory, unless the user has set another limit since."""
     if torch.cuda.get_per_process_memory_fraction(device) == ours:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 class _Stall:
-    """The time between two events of one stream."""
-
     def __init__(self) -> None:
         self.before = torch.cuda.Event(enable_timing=True)
         self.after = torch.cuda.Event(enable_timing=True)
 
     def elapsed_ms(self) -> float | None:
         return self.before.elapsed_time(self.after) if self.after.query() else None
-
-
-class _NoStall:
-    def elapsed_ms(self) -> float:
-        return 0.0
 
 
 class _Mark:
@@ -81,11 +68,11 @@ class _Mark:
 
 @dataclass
 class _Turns:
-    """The two streams that alternate for one copy stream, and the bytes that the current one has copied in its turn."""
+    """The two streams that alternate for one copy stream."""
 
     own: torch.cuda.Stream
     other: torch.cuda.Stream
-    turn_bytes: int = 0
+    turn_bytes: int = 0  # copied by the current stream in its turn
 
 
 class CudaDevice(Device):
@@ -96,14 +83,14 @@ class CudaDevice(Device):
         self.name = torch.cuda.get_device_name(self.torch_device)
         self._known: dict[int, torch.cuda.Stream] = {}
         self._turns: dict[Stream, _Turns] = {}
-        self._takes_turns = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+        self._takes_turns = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"  # CUDA reads it once, as it starts
         self._peak_bytes = self._peak_reserved_bytes = 0
         self._num_retries = 0
         self._guard_objects: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        self._limit: weakref.finalize[Any, CudaDevice] | None = None  # undone if the device is dropped, too
+        self._limit: weakref.finalize[Any, CudaDevice] | None = None  # undone, too, if the device is dropped
 
     def current_stream(self) -> torch.cuda.Stream:
-        # torch.cuda.current_stream makes an object at every call, and we ask several times for every saved storage.
+        # torch.cuda.current_stream makes an object at every call, and the engine asks several times a saved storage.
         address = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
         stream = self._known.get(address)
         if stream is None:
@@ -115,11 +102,11 @@ class CudaDevice(Device):
         self._turns[stream] = _Turns(stream, torch.cuda.Stream(self.torch_device))
         return stream
 
-    def timed_wait(self, stream: Stream, event: Event) -> _Stall | _NoStall:
+    def timed_wait(self, stream: Stream, event: Event) -> _Stall | Elapsed:
         if event.query():
-            # Enqueued all the same: it costs nothing, and the order does not depend on when the host looked.
+            # Enqueued all the same: the wait costs nothing, and the order must not depend on when the host looked.
             stream.wait_event(event)
-            return _NoStall()
+            return Elapsed(0.0)
         stall = _Stall()
         stream.record_event(stall.before)
         stream.wait_event(event)
@@ -129,7 +116,7 @@ class CudaDevice(Device):
     def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
         turns, num_copies = self._turns[stream], 0
         if not self._takes_turns:
-            with turns.own:  # in C++; the context of torch.cuda.stream takes as long as the copy
+            with turns.own:  # in C++: the context of torch.cuda.stream takes as long as the copy
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
             return len(targets)
@@ -140,13 +127,13 @@ class CudaDevice(Device):
                 num_bytes = target_chunk.numel()
                 if turns.turn_bytes + num_bytes > COPY_CHUNK_BYTES:
                     previous, current = current, turns.other if current is turns.own else turns.own
-                    current.wait_stream(previous)
+                    current.wait_stream(previous)  # the chunks are copied in order
                     turns.turn_bytes = 0
                 with current:
                     target_chunk.copy_(source_chunk, non_blocking=True)
                 turns.turn_bytes += num_bytes
                 num_copies += 1
-        if current is not turns.own:  # callers record their events on ``own``
+        if current is not turns.own:  # callers record their events on `own`
             turns.own.wait_stream(current)
             turns.turn_bytes = 0
         return num_copies
@@ -154,14 +141,10 @@ class CudaDevice(Device):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def discard(self, storage: torch.UntypedStorage) -> None:
-        # Nothing to do: the caching allocator hands the block to later work of the same stream, which is ordered.
-        pass
-
     def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         assert isinstance(stream, torch.cuda.Stream)
-        # Only for the rare tensor that a side stream reads (Megatron's shared-expert overlap). When it is freed, its
-        # block is reused on the stream that allocated it, and nothing else orders that stream behind this one.
+        # Only for the rare tensor that a side stream reads (Megatron's shared-expert overlap). Its freed block is
+        # reused on the stream that allocated it, and nothing else orders that stream behind this one.
         bytes_of(storage).record_stream(stream)
 
     def peak_bytes(self) -> int:
@@ -198,7 +181,7 @@ class CudaDevice(Device):
 
     def make_guard(self) -> GuardCore:
         stream, done = torch.cuda.Stream(self.torch_device), torch.cuda.Event()
-        done.record(stream)  # an event has no address before
+        done.record(stream)  # an event has no address before its first record
         self.guard = cuda_guard(self.torch_device.index, stream.cuda_stream, done.cuda_event)
         self._guard_objects = stream, done
         return self.guard
@@ -229,7 +212,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
-        for turns in self._turns.values():  # ``own`` waits for ``other`` at the end of every copy
+        for turns in self._turns.values():  # `own` waits for `other` at the end of every copy
             turns.own.synchronize()
         self._turns.clear()
         if self._guard_objects is not None:

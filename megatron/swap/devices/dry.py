@@ -1,8 +1,8 @@
 """The dry device: the meta device of PyTorch, whose tensors have no bytes, with a clock and a count of memory.
 
-Nothing is computed or copied. Whoever runs operators on it says how long each takes and which storages it makes, and a
-step then looks to a recorder as on a GPU. An operator begins when the one before it is done and the host, which has a
-clock of its own, has launched it.
+Nothing is computed or copied. The caller that runs operators says how long each takes and which storages it makes. A
+step then looks to a recorder as on a GPU. An operator begins when the operator before is done and the host has launched
+it. The host has a clock of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.swap.devices.base import Device, Event, Stream
+from megatron.swap.devices.base import ClockMark, Device, Elapsed, Event, Stream
 from megatron.swap.devices.dry_allocator import NO_END, Block, DryAllocator
 
 
 class DryStream:
-    """A stream whose work ends at ``end_ms`` of the device's clock. That of the compute stream is the clock."""
+    """A stream whose work ends at ``end_ms``. The compute stream's ``end_ms`` is the device's clock."""
 
     def __init__(self, compute: DryStream | None = None) -> None:
         self.end_ms = 0.0
@@ -46,34 +46,14 @@ class DryEvent:
         self._compute.wait_event(self)
 
 
-class DryStall:
-    """Time for which a stream was idle."""
-
-    def __init__(self, ms: float) -> None:
-        self._ms = ms
-
-    def elapsed_ms(self) -> float:
-        return self._ms
-
-
-class DryMark:
-    """A moment of a dry device's clock."""
-
-    def __init__(self, now_ms: float) -> None:
-        self._now_ms = now_ms
-
-    def elapsed_ms_since(self, other: DryMark) -> float:
-        return self._now_ms - other._now_ms
-
-
 class DryDevice(Device):
     """A device without bytes.
 
     Args:
-        name: of the hardware that it stands for.
+        name: of the hardware that this device stands for.
         expandable: the allocator is set to ``expandable_segments:True``.
-        link_gb_s, link_both_gb_s: speed of copies in one direction, and of each of both at once.
-        capacity_bytes: what the allocator reserves before it gives back what is free.
+        link_gb_s, link_both_gb_s: speed of copies in one direction, and of each direction while both copy.
+        capacity_bytes: the allocator reserves as much before it gives back its free memory.
     """
 
     def __init__(
@@ -92,8 +72,12 @@ class DryDevice(Device):
         self._allocator = DryAllocator(expandable, capacity_bytes)
 
     def run(self, ms: float, workspace_bytes: Sequence[int] = (), host_ms: float = 0.0) -> None:
-        """Advance the clocks by an operator that takes the host ``host_ms``, and then the device ``ms`` and, while it
-        runs, blocks of ``workspace_bytes``. One that takes no time, such as a view, starts nothing.
+        """Advance the clocks by one operator.
+
+        Args:
+            ms: on the device; 0 if nothing is launched, such as for a view.
+            workspace_bytes: blocks in use while the operator runs.
+            host_ms: that the host takes to launch.
         """
         self._host_ms += host_ms
         if ms:
@@ -102,11 +86,11 @@ class DryDevice(Device):
             self._free(block)
 
     def take(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` from now on: what a library takes from PyTorch's allocator, and keeps."""
+        """Count ``num_bytes`` that a library takes from PyTorch's allocator and keeps."""
         self._count(num_bytes)
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Count ``storage``, in blocks of the allocator, from now until it is freed. A second call does nothing."""
+        """Count ``storage``, in blocks of the allocator, until it is freed. A second call does nothing."""
         address = storage._cdata
         if address in self._held or not storage.nbytes():
             return
@@ -126,11 +110,11 @@ class DryDevice(Device):
         self._copy_streams.append(DryStream(self._compute))
         return self._copy_streams[-1]
 
-    def timed_wait(self, stream: Stream, event: Event) -> DryStall:
+    def timed_wait(self, stream: Stream, event: Event) -> Elapsed:
         assert isinstance(stream, DryStream)
         begin_ms = stream.end_ms
         self.wait(stream, event)
-        return DryStall(stream.end_ms - begin_ms)
+        return Elapsed(stream.end_ms - begin_ms)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -144,12 +128,6 @@ class DryDevice(Device):
         speed = self._link_gb_s if is_alone else self._link_both_gb_s
         stream.end_ms = begin_ms + sum(source.nbytes for source in sources) / (speed * 1e6)
         return len(sources)
-
-    def discard(self, storage: torch.UntypedStorage) -> None:
-        pass
-
-    def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        pass
 
     def peak_bytes(self) -> int:
         return self._peak_bytes
@@ -177,8 +155,8 @@ class DryDevice(Device):
     def host_ms(self) -> float:
         return self._host_ms
 
-    def mark(self) -> DryMark:
-        return DryMark(self._compute.end_ms)
+    def mark(self) -> ClockMark:
+        return ClockMark(self._compute.end_ms)
 
     def synchronize(self) -> None:
         for stream in self._copy_streams:

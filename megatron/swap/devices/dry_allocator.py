@@ -1,13 +1,12 @@
-"""The blocks of PyTorch's caching allocator on a GPU, without the memory: how much it would have reserved.
+"""The blocks of PyTorch's caching allocator on a GPU, without memory: the bytes that it would have reserved.
 
-The rules are those of ``CUDACachingAllocator``: requests are rounded to 512 bytes; of the free blocks that are large
-enough the smallest is taken, of equal ones the one with the lowest address, and split; a new segment is made where none
-is; a freed block is joined with free neighbours in its segment. Small and large requests have separate blocks. A new
-segment is taken to lie before earlier ones, as 320 of 346 did in a run on an H200 (docs/results: h200-allocator).
+The rules are those of ``CUDACachingAllocator``. Small and large requests have separate blocks. Requests are rounded to
+512 bytes. The smallest free block that is large enough is taken and split; of equal blocks, the lowest address. A new
+segment is made if no block is large enough. A freed block is joined with free neighbours in its segment.
 
-With ``expandable_segments:True`` each of both has one segment, parts of which have memory, in whole pages. It gets more
-at the lowest address from which there is room. A free block before a part without memory counts as large as it can
-become, so it is taken only if no other free block is large enough.
+With ``expandable_segments:True`` small and large requests have one segment each, parts of which have memory, in whole
+pages. The segment gets more memory at the lowest address with enough room. A free block before a part without memory
+counts as large as it can become, so it is taken only if no other free block is large enough.
 """
 
 from __future__ import annotations
@@ -18,24 +17,22 @@ from dataclasses import dataclass, field
 from megatron.swap.common.types import MIB
 from megatron.swap.devices.base import ALIGNMENT_BYTES
 
-SMALL_BYTES = MIB
-"""Largest request that counts as small, and least rest of a large block that is split off."""
+SMALL_BYTES = MIB  # largest request that counts as small, and least rest of a large block that is split off
+# Segments for small requests, and for requests below MEDIUM_BYTES; larger segments are multiples of the step. Pages of
+# expandable segments have the first two sizes.
 SMALL_SEGMENT, MEDIUM_SEGMENT, MEDIUM_BYTES, SEGMENT_STEP = 2 * MIB, 20 * MIB, 10 * MIB, 2 * MIB
-"""Segments for small requests; for requests below ``MEDIUM_BYTES``; step by which larger segments are rounded. Pages of
-expandable segments have the first two sizes."""
-NO_END = 2**60
-"""Bytes of an expandable segment: more than anybody asks for."""
+NO_END = 2**60  # bytes of an expandable segment, beyond any request
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block of a segment, free or not, between its neighbours there. ``is_mapped``: it has memory."""
+    """A block of a segment, free or not, between its neighbours there."""
 
     num_bytes: int
     address: int
     is_small: bool
     is_free: bool = False
-    is_mapped: bool = True
+    is_mapped: bool = True  # has memory
     before: Block | None = field(default=None, repr=False)
     after: Block | None = field(default=None, repr=False)
 
@@ -46,7 +43,7 @@ class Block:
 
     @property
     def most_bytes(self) -> int:
-        """The size that it can become."""
+        """The size that the block can grow to."""
         if self.after is None or self.after.is_mapped:
             return self.num_bytes
         return self.num_bytes + self.after.num_bytes
@@ -55,21 +52,18 @@ class Block:
 class DryAllocator:
     """The blocks of a device.
 
-    Args:
-        expandable: whether segments expand.
-        capacity_bytes: before it reserves more, all that is free is given back, as by PyTorch's allocator on a full
-            device. Where that is not enough it reserves more all the same.
-
-    Attributes:
-        reserved_bytes, peak_bytes: the sum of all segments, and the largest so far.
-        num_retries: how often the capacity was reached.
+    Before reserving more than ``capacity_bytes``, the allocator gives back all free memory, as PyTorch's on a full
+    device. If that does not suffice, it reserves more all the same.
     """
 
     def __init__(self, expandable: bool = False, capacity_bytes: int = NO_END) -> None:
-        self.reserved_bytes = self.peak_bytes = self.num_retries = 0
+        self.reserved_bytes = self.peak_bytes = 0  # sum of all segments now, and at most so far
+        self.num_retries = 0  # times that the capacity was reached
         self._capacity_bytes = capacity_bytes
         self._is_expandable = expandable
-        self._lowest = 0  # address of a segment
+        # Address of a segment. New segments lie below, as 320 of 346 did in a run on an H200 (docs/results:
+        # h200-allocator).
+        self._lowest = 0
         self._free: tuple[list[Block], list[Block]] = ([], [])
         self._unmapped: tuple[list[Block], list[Block]] = ([], [])  # by address
         if expandable:
@@ -77,7 +71,6 @@ class DryAllocator:
                 self._unmapped[is_small].append(Block(NO_END, 0, is_small, is_free=True, is_mapped=False))
 
     def allocate(self, num_bytes: int) -> Block:
-        """Return a block of at least ``num_bytes``."""
         num_bytes = max(ALIGNMENT_BYTES, _rounded(num_bytes, ALIGNMENT_BYTES))
         is_small = num_bytes <= SMALL_BYTES
         free = self._free[is_small]
@@ -92,11 +85,10 @@ class DryAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take ``block`` back."""
         self._add_joined(block)
 
     def release_cached(self) -> None:
-        """Give back the segments in which nothing is in use. Those that expand give back all free pages."""
+        """Give back the segments without blocks in use. Expandable segments give back all free pages."""
         for free in self._free:
             for block in list(free):
                 if self._is_expandable:
@@ -175,7 +167,7 @@ class DryAllocator:
         self._insert_unmapped(block)
 
     def _add_joined(self, block: Block) -> Block:
-        """Join ``block`` with its free neighbours, and return what becomes of it: a free block."""
+        """Join ``block`` with its free neighbours, and return the joint free block."""
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.is_free and neighbour.is_mapped:
                 self._free[block.is_small].remove(neighbour)
@@ -216,7 +208,7 @@ def _first_free(unmapped: Block) -> Block:
 
 
 def _room(block: Block | None, num_bytes: int) -> int:
-    """Return the bytes from ``block`` on of which nothing is in use; counting ends at ``num_bytes``."""
+    """Return the free bytes from ``block`` on, up to at least ``num_bytes``."""
     room = 0
     while block is not None and block.is_free and room < num_bytes:
         room += block.num_bytes
@@ -225,7 +217,7 @@ def _room(block: Block | None, num_bytes: int) -> int:
 
 
 def _missing(block: Block | None, num_bytes: int) -> int:
-    """Return the bytes that are to be mapped, in whole pages, so that ``num_bytes`` from ``block`` on have memory."""
+    """Return the bytes to map, in whole pages, so that ``num_bytes`` from ``block`` on have memory."""
     missing = 0
     while block is not None and num_bytes > 0:
         if not block.is_mapped:

@@ -1,8 +1,7 @@
 """The emulated device for machines without a GPU: RAM is its memory, threads are its copy engines.
 
 It exists to find ordering faults. Copies run later, on another thread, after a random delay if asked for. Released
-memory is overwritten with NaN at once, and memory for a reload starts as NaN. So a missing wait changes the loss in
-CI, instead of once in a while on somebody's GPU.
+memory is filled with NaN at once, and memory for a reload starts as NaN. So a missing wait changes the loss.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ import torch
 
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import GIB, SwapError
-from megatron.swap.devices.base import Device, Event, Stream, bytes_of
+from megatron.swap.devices.base import ClockMark, Device, Elapsed, Event, Stream, bytes_of
 from megatron.swap.native.guarding import Flag, GuardCore, native, new_guard
 
-POISON = 0xFF
-"""The byte that fills released memory. Every float of these bytes is NaN, in any precision."""
+POISON = 0xFF  # fills released memory: every float of these bytes is NaN, in any precision
 
-
+# memmove with the GIL, so that no thread frees memory between the check that it exists and the copy.
 _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
-"""``memmove`` that keeps the GIL, so that nobody frees memory between the check that it exists and the copy."""
 
 
 class _TensorBytes:
@@ -48,7 +45,7 @@ class _TensorBytes:
 
 
 class EmulatedEvent:
-    """An event that passes when its stream's thread reaches it. It has that stream's failure, if there was one."""
+    """An event that passes when its stream's thread reaches it. It has the stream's failure, if any."""
 
     def __init__(self) -> None:
         self._passed = threading.Event()
@@ -94,11 +91,11 @@ class ComputeStream:
         return event
 
     def wait_event(self, event: EmulatedEvent) -> None:
-        event.synchronize()
+        event.synchronize()  # this stream is the calling thread, so the thread waits
 
 
 class CopyStream:
-    """A thread that runs what was enqueued, in order; each copy waits for a random delay first."""
+    """A thread that runs enqueued work in order. Each copy waits for a random delay first."""
 
     def __init__(self, name: str, longest_delay_s: float, seed: int) -> None:
         self.direction = {"out": "DtoH", "in": "HtoD"}.get(name, name)
@@ -106,6 +103,7 @@ class CopyStream:
         self._longest_delay_s = longest_delay_s
         self._random = random.Random(seed)
         self.failure: BaseException | None = None
+        # A daemon: a device that nobody closed does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"swap-{name}", daemon=True)
         self._thread.start()
 
@@ -132,30 +130,11 @@ class CopyStream:
             time.sleep(self._random.uniform(0, self._longest_delay_s))
 
     def end(self) -> None:
-        """Let the thread end behind what is enqueued."""
+        """Let the thread end behind its enqueued work."""
         self._work.put(None)
 
     def join(self) -> None:
-        """Wait for that."""
         self._thread.join()
-
-
-class _Elapsed:
-    def __init__(self, seconds: float) -> None:
-        self._ms = seconds * 1e3
-
-    def elapsed_ms(self) -> float:
-        return self._ms
-
-
-class ClockMark:
-    """A moment of the compute stream, which is the calling thread: read from the clock."""
-
-    def __init__(self) -> None:
-        self._seconds = time.perf_counter()
-
-    def elapsed_ms_since(self, other: ClockMark) -> float:
-        return (self._seconds - other._seconds) * 1e3
 
 
 class EmulatedDevice(Device):
@@ -165,10 +144,7 @@ class EmulatedDevice(Device):
         longest_delay_s: bound of the random delay before every copy.
         seed: of these delays.
         ranges: receive the launch of each copy and the copy itself, both with its number: a profiler sees neither.
-        memory_gib: most GiB of the tensors that are made until ``close``; ``None``: no limit.
-
-    Raises:
-        UsageError: ``memory_gib`` is given, and the native part cannot be built here.
+        memory_gib: most GiB of the tensors that are made until ``close``; ``None`` for no limit. Needs the C++ part.
     """
 
     def __init__(
@@ -185,7 +161,7 @@ class EmulatedDevice(Device):
         self._longest_delay_s = longest_delay_s
         self._seed = seed
         self._streams: list[CopyStream] = []
-        self._when_dropped = weakref.finalize(self, _end, self._streams, self._is_limited)  # without ``close``
+        self._when_dropped = weakref.finalize(self, _end, self._streams, self._is_limited)  # unless closed before
         self._when_dropped.atexit = False
 
     def current_stream(self) -> ComputeStream:
@@ -196,16 +172,16 @@ class EmulatedDevice(Device):
         self._streams.append(stream)
         return stream
 
-    def timed_wait(self, stream: Stream, event: Event) -> _Elapsed:
-        start = time.perf_counter()
+    def timed_wait(self, stream: Stream, event: Event) -> Elapsed:
+        start_ms = self.host_ms()
         self.wait(stream, event)
-        return _Elapsed(time.perf_counter() - start)
+        return Elapsed(self.host_ms() - start_ms)
 
     def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
         assert isinstance(stream, CopyStream)
-        # Weak references and addresses, as in a copy engine: a copy keeps no memory alive that the manager has
-        # released. A tensor that is gone, or was emptied by its owner (``resize_(0)``), is skipped; a GPU would copy
-        # whatever is at its address by then.
+        # Weak references and addresses, as in a copy engine: a copy keeps no memory alive that the engine has released.
+        # A tensor that is gone or emptied by its owner (`resize_(0)`) is skipped. A GPU would copy the bytes that are
+        # at its address by then.
         moves = [
             (self._launched(), _TensorBytes(target), _TensorBytes(source))
             for target, source in zip(targets, sources, strict=True)
@@ -215,7 +191,7 @@ class EmulatedDevice(Device):
             stream.delay()
             for number, target, source in moves:
                 with self._ranges.mark(f"emulated copy {number} {stream.direction} {target.num_bytes}"):
-                    if target.exists() and source.exists():  # nothing may come between check and copy
+                    if target.exists() and source.exists():
                         _memmove(target.address, source.address, target.num_bytes)
 
         stream.enqueue(run)
@@ -232,26 +208,8 @@ class EmulatedDevice(Device):
     def discard(self, storage: torch.UntypedStorage) -> None:
         bytes_of(storage).fill_(POISON)
 
-    def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        pass
-
     def peak_bytes(self) -> int | None:
         return native().ram_peak() if self._is_limited else None
-
-    def allocated_bytes(self) -> None:
-        return None
-
-    def take_peak(self) -> None:
-        return None
-
-    def reserved_bytes(self) -> None:
-        return None
-
-    def peak_reserved_bytes(self) -> None:
-        return None
-
-    def release_cached(self) -> None:
-        pass
 
     def make_guard(self) -> GuardCore:
         self.guard = new_guard()
@@ -262,7 +220,7 @@ class EmulatedDevice(Device):
         return event.flag.address
 
     def mark(self) -> ClockMark:
-        return ClockMark()
+        return ClockMark(self.host_ms())
 
     def synchronize(self) -> None:
         for stream in self._streams:
@@ -277,7 +235,8 @@ class EmulatedDevice(Device):
 
 
 def _end(streams: Sequence[CopyStream], is_limited: bool) -> None:
-    """End the threads of ``streams`` and the limit of memory. Wait for nothing: a finalizer runs on any thread."""
+    """End the threads of ``streams`` and the limit of memory."""
+    # It waits for nothing: a finalizer may run on any thread.
     for stream in streams:
         stream.end()
     if is_limited:

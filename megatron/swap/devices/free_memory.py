@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-MARGIN_BYTES = 64 << 20
-"""The allocator reserves whole segments."""
+MARGIN_BYTES = 64 << 20  # the allocator reserves whole segments
 
 
 def has_free(num_bytes: float) -> bool:
-    """Return whether the allocator may reserve ``num_bytes`` more. Without CUDA it may."""
+    """Return whether the allocator may reserve ``num_bytes`` more. True without CUDA."""
     if not torch.cuda.is_available():
         return True
     free_bytes, total_bytes = torch.cuda.mem_get_info()

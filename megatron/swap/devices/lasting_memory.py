@@ -1,9 +1,4 @@
-"""Device memory for tensors that last, apart from those that come and go.
-
-A tensor that is made among the first activations and stays there divides the memory that those leave, and later ones
-must fit into the gaps. One H200, 8B with copies of weights in FP8 and 56 % of the optimizer state offloaded: the
-allocator reserved 11 GiB more than was in use, and 3.6 GiB with these copies apart (docs/dev/fp8.md).
-"""
+"""Device memory for tensors that last, apart from memory that comes and goes."""
 
 from __future__ import annotations
 
@@ -21,13 +16,14 @@ _here = threading.local()
 
 @contextmanager
 def lasting_memory(num_bytes: float) -> Iterator[None]:
-    """Let this thread allocate from a pool for what lasts, if the device has ``num_bytes`` left for it.
+    """Let this thread allocate from a pool for lasting tensors, if the device has ``num_bytes`` left for the pool.
 
-    ``num_bytes`` 0: as much was freed in the pool before.
-
-    The pool cannot use what the allocator has cached for other tensors, nor they what is freed in the pool. So nothing
-    changes where the device is full, nor with an allocator that has no pools, nor within such a context.
+    Do nothing on a full device, with an allocator without pools, or within such a context. ``num_bytes`` is 0 if the
+    pool has as much free memory already.
     """
+    # A tensor made among the first activations and kept divides the memory that they leave, and later tensors must fit
+    # into the gaps. 8B with FP8 copies of weights and 56 % of the optimizer state offloaded, one H200: the allocator
+    # reserved 11 GiB more than was in use, and 3.6 GiB with these copies in a pool (docs/dev/fp8.md).
     if getattr(_here, "is_inside", False) or not _has_pool_for(num_bytes):
         yield
         return
@@ -42,10 +38,11 @@ def lasting_memory(num_bytes: float) -> Iterator[None]:
 def _has_pool_for(num_bytes: float) -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native":
         return False
+    # The pool cannot use memory that the allocator has cached for other tensors.
     return not num_bytes or has_free(num_bytes)
 
 
 @functools.cache
 def _pool(_: int) -> torch.cuda.MemPool:
-    """Return the pool of a device. It is never freed, since tensors may outlive the run that made them."""
+    # One a device, never freed: tensors may outlive the run that made them.
     return torch.cuda.MemPool()

@@ -6,19 +6,19 @@ from collections.abc import Iterable
 
 import torch
 
+# Subclasses may hold other tensors, and compute something different.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of plain tensors. Subclasses may hold other tensors, and compute something else."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the elements of ``tensor`` lie in its storage, which counts changes in place.
 
-    Subclasses are not plain. Of torch's own kinds these are not: sparse, nested, quantized, named, MKL-DNN's and
-    inference tensors, tensors inside a transform of ``torch.func``, and zero tensors: their storage has no address.
+    Subclasses are not plain. Neither are sparse, nested, quantized, named, MKL-DNN's, inference and zero tensors, nor
+    tensors inside a transform of ``torch.func``: their storage has no address.
     """
     if type(tensor) not in PLAIN or tensor.is_nested or tensor.is_quantized or tensor.has_names():
         return False
-    try:  # every saved tensor passes here: no attribute that another one implies
+    try:  # every saved tensor passes here, so no attribute is read that another attribute implies
         has_address = tensor._version >= 0 and tensor.data_ptr() != 0
         return has_address or tensor.is_meta or not tensor.untyped_storage().nbytes()  # or its owner has emptied it
     except RuntimeError:  # it has no version, or no storage
@@ -26,5 +26,5 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Return the addresses of the storages of ``tensors``; some kinds, such as sparse ones, have none."""
+    """Return the addresses of the storages of ``tensors``. Some kinds, such as sparse tensors, have none."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if torch._C._has_storage(tensor)}
