@@ -15,55 +15,38 @@ from megatron.swap.planner.profile import UNKNOWN, LayerClass, ModelFigures, Pro
 
 @dataclass(frozen=True)
 class Recomputation:
-    """A recomputation in backward.
+    """A recomputation in backward."""
 
-    Attributes:
-        at_ms: when its results are needed; it runs right before.
-        cost_ms: how long it takes.
-        mib: size of its results.
-        peak_mib: memory that it holds in addition while it runs.
-    """
-
-    at_ms: float
+    at_ms: float  # its results are needed; it runs right before
     cost_ms: float
-    mib: float
-    peak_mib: float = 0.0
+    mib: float  # of its results
+    peak_mib: float = 0.0  # held in addition while it runs
 
 
 @dataclass(frozen=True)
 class _RecomputeUnit:
-    """A unit of recomputation: one site, or a section. It reads the sites ``needs`` and recomputes ``frees``."""
+    """One site, or a section, that is recomputed at once."""
 
-    frees: tuple[str, ...]
-    needs: tuple[str, ...]
+    frees: tuple[str, ...]  # sites that it recomputes
+    needs: tuple[str, ...]  # sites that it reads
     cost_ms: float
     peak_mib: float = 0.0
 
 
 @dataclass(frozen=True)
 class LayerScript:
-    """A layer under a plan.
-
-    Attributes:
-        saves: ``(saved_at_ms, mib, action)`` in forward.
-        beside: for each save the peak of forward since the one before, in MiB besides saved tensors.
-        gone: for each save the time in forward at which it is freed if it is recomputed; infinite: when forward ends.
-        needs: ``(needed_at_ms, done_at_ms)`` of each save in backward. Recomputations that read it count as uses.
-        recomputations: in backward. Of those at the same time, later ones may read the results of earlier ones.
-        temporaries: ``(at_ms, mib)``, as in ``LayerClass``.
-        host_ms: the host's time in forward; 0: not known.
-    """
+    """A layer under a plan."""
 
     forward_ms: float
     backward_ms: float
-    saves: tuple[tuple[float, float, Action], ...]
-    beside: tuple[float, ...]
-    gone: tuple[float, ...]
-    needs: tuple[tuple[float, float], ...]
-    recomputations: tuple[Recomputation, ...]
-    temporaries: tuple[tuple[float, float], ...]
+    saves: tuple[tuple[float, float, Action], ...]  # (saved_at_ms, mib, action) in forward
+    beside: tuple[float, ...]  # for each save, the peak of forward since the save before, in MiB beside saved tensors
+    gone: tuple[float, ...]  # for each save, the time in forward at which it is freed if recomputed; inf for the end
+    needs: tuple[tuple[float, float], ...]  # (needed_at_ms, done_at_ms) of each save; recomputations that read it count
+    recomputations: tuple[Recomputation, ...]  # of those at the same time, later ones may read earlier ones' results
+    temporaries: tuple[tuple[float, float], ...]  # (at_ms, mib), as in LayerClass
     forward_peak_mib: float
-    host_ms: float = 0.0
+    host_ms: float = 0.0  # the host's time in forward; 0 if unknown
     made_mib: float = 0.0
 
     @property
@@ -77,12 +60,10 @@ class LayerScript:
 
     @cached_property
     def backward_events(self) -> tuple[tuple[float, int, int], ...]:
-        """``(at_ms, kind, number)`` of each event in backward, in order. Times are those without stalls.
-
-        At the same time events come in the order of ``kind``:
-        0: save ``number`` is done; 1: temporaries change to level ``number``; 2: save ``-1 - number`` is needed
-        (``number`` below 0), or recomputation ``number`` runs; 3: save ``number`` is done, at the time of its need.
-        """
+        """Return ``(at_ms, kind, number)`` of each event in backward, in order. Times are without stalls."""
+        # At the same time events come in the order of their kind. 0: save `number` is done. 1: temporaries change to
+        # level `number`. 2: save -1 - `number` is needed (`number` below 0), or recomputation `number` runs. 3: save
+        # `number` is done at the time of its need.
         events = [(at_ms, 1, i) for i, (at_ms, _) in enumerate(self.temporaries)]
         events += [(recomputation.at_ms, 2, i) for i, recomputation in enumerate(self.recomputations)]
         for i, (needed_ms, done_ms) in enumerate(self.needs):
@@ -91,10 +72,9 @@ class LayerScript:
 
 
 def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
-    """Return the script of every layer of the profile. Equal layers share one.
+    """Return the script of every layer of the profile. Equal layers share one object.
 
-    Raises:
-        UsageError: the plan names a site or section that the profile lacks, or recomputes a site that cannot be.
+    Raises a ``UsageError`` if the plan names unknown sites or sections, or a site that cannot be recomputed.
     """
     cache: dict[tuple, LayerScript] = {}
     result: dict[int, LayerScript] = {}
@@ -112,11 +92,7 @@ def layer_script(
     entry: LayerClass, actions: dict[str, Action], sections: tuple[str, ...], where: str = "a layer",
     figures: ModelFigures = UNKNOWN,
 ) -> LayerScript:  # fmt: skip
-    """Return the script of a layer of class ``entry`` with ``actions`` for sites and with ``sections`` recomputed.
-
-    A site without a recompute cost of its own is recomputed by a section that frees it, even if the plan does not name
-    that section: the engine does the same. The section ``layer`` must be named.
-    """
+    """Return the script of a layer of class ``entry`` with ``actions`` for sites and with ``sections`` recomputed."""
     sites = {site.site: site for site in entry.sites}
     known = {section.name: section for section in entry.sections}
     for names, there, what in ((actions, sites, "site"), (sections, known, "section")):
@@ -136,6 +112,8 @@ def layer_script(
             if cost is not None:
                 units.append(_RecomputeUnit((name,), sites[name].recompute_needs, cost))
                 continue
+            # As in the engine, a section that frees the site recomputes it, named by the plan or not. Only the section
+            # "layer" must be named.
             section = next((one for one in entry.sections if name in one.frees and one.name != LAYER_SECTION), None)
             if section is None:
                 raise UsageError(
@@ -185,13 +163,10 @@ def layer_script(
 def ends_in_forward(sites: Sequence[SiteProfile], figures: ModelFigures) -> dict[str, float]:
     """Return when sites of a layer are gone in forward, unless autograd holds them.
 
-    Those of a part of the sequence are gone when the next part begins, and those of the submodule before it when the
-    first one begins: then no frame holds them any more. Other sites (of the last part, of all parts together) may be
-    held until the layer ends.
-
-    Args:
-        sites: of a layer. Each part saves the same tensors under the same paths, so their ordinals tell the parts.
+    Sites of a part of the sequence are gone when the next part begins, and sites of the submodule before when the first
+    part begins: then no frame holds them. Other sites may be held until the layer ends.
     """
+    # Each part saves the same tensors under the same paths, so their ordinals tell the parts.
     (in_parts, before), num_parts = figures.in_parts, figures.num_parts
     of_path: dict[str, dict[int, SiteProfile]] = {}
     for one in sites:
@@ -201,11 +176,11 @@ def ends_in_forward(sites: Sequence[SiteProfile], figures: ModelFigures) -> dict
     part_of: dict[str, int] = {}
     begins: dict[int, float] = {}
     for found in of_path.values():
-        per_part = -(-(max(found) + 1) // num_parts)  # formulas leave out what is small
+        per_part = -(-(max(found) + 1) // num_parts)  # rounded up: formulas leave out small tensors
         for ordinal, one in found.items():
             place = ordinal % per_part
+            # Otherwise the first part saves it for all parts.
             if all(place + number * per_part in found for number in range(num_parts)):
-                # Else the first part saves it for all.
                 part = part_of[one.site] = ordinal // per_part
                 begins[part] = min(begins.get(part, one.saved_at_ms), one.saved_at_ms)
     ends = {site: begins[part + 1] for site, part in part_of.items() if part + 1 in begins}
@@ -223,7 +198,7 @@ def _section_unit(section: Section, frees: tuple[str, ...]) -> _RecomputeUnit:
 
 
 def _in_dependency_order(units: list[_RecomputeUnit], where: str) -> list[_RecomputeUnit]:
-    """Sort ``units`` so that each one runs after the units whose results it reads."""
+    """Sort ``units`` so that each runs after the units whose results it reads."""
     producer_of = {site: unit for unit in units for site in unit.frees}
     order: list[_RecomputeUnit] = []
 

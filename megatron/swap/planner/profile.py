@@ -1,7 +1,7 @@
 """Profiles: the measured or estimated training step of one pipeline rank, from which a plan is made.
 
-Times are those of the compute stream without swapping. Times within a layer count from the start of its forward or
-backward. Sizes are those of whole storages. A storage has the name of the site that saves it first.
+Times are the compute stream's, without swapping. Times within a layer count from the start of its forward or backward.
+Sizes are those of whole storages. A storage has the name of the site that saves it first.
 """
 
 from __future__ import annotations
@@ -19,34 +19,31 @@ from megatron.swap.common.types import GIB, MIB, MOST, UsageError
 FORMAT = "megatron-swap profile"
 VERSION = 1
 
+# Upper bound of the allocator's fragmentation, in multiples of the largest tensor. One H200: up to 2.0
+# (docs/dev/history.md).
 MAX_FRAGMENTS = 2.25
-"""Upper bound of the allocator's fragmentation, in multiples of the largest tensor. Up to 2.0 was measured on one H200
-(docs/dev/history.md)."""
+# Fragmentation in bytes for each weight that has copies, expected and at most, unless the largest tensor gives more.
+# One H200: 0.4 in a model whose largest tensor is small (docs/dev/fp8.md). Gaps of offloaded optimizer state come on
+# top.
 HOLES, MOST_HOLES = 0.3, 0.5
-"""Fragmentation in bytes for each weight that has copies, expected and at most, unless the largest tensor says more.
-One H200: 0.4 in a model whose largest tensor is small (docs/dev/fp8.md). Gaps of offloaded optimizer state are counted
-besides."""
-BUCKET_BYTES = 256 << 20
-"""Size of a bucket of offloaded state on the device. Copies of this size reach the link's full speed."""
+BUCKET_BYTES = 256 << 20  # of offloaded state on the device; copies of this size reach the link's full speed
+# Device memory of the buckets in the optimizer's step (optimizer/stepper.py), when no activations are held.
 BUCKETS_GIB = 3 * BUCKET_BYTES / GIB
-"""Device memory of the buckets during the optimizer step (``optimizer/stepper.py``), when no activations are held."""
+# Fragmentation by buckets that are allocated and freed among activations. 1.1 GiB were measured: an 8B model reserved
+# 133.8 GiB without such buckets and 134.9 GiB with them.
 GAPS_GIB = 5 * BUCKET_BYTES / GIB
-"""Fragmentation by buckets that are allocated and freed among activations. 1.1 GiB were measured: an 8B model reserved
-133.8 GiB without such buckets and 134.9 GiB with them."""
+# Fractions of `Profile.reserve_gib` to leave free, tried in order until a plan fits. A run that plans itself notices if
+# less than the whole reserve is too little.
 RESERVE_FRACTIONS = (1.0, 2 / 3, 1 / 3)
-"""Fractions of ``Profile.reserve_gib`` to leave free, tried in order until a plan fits. A run that plans itself notices
-if less than the whole is too little."""
-
-MS_PER_MIB = 2**20 / 1e6
-"""Time to copy one MiB at 1 GB/s, in ms."""
+MS_PER_MIB = 2**20 / 1e6  # ms to copy one MiB at 1 GB/s
 
 
 @dataclass(frozen=True)
 class Device:
-    """The accelerator. ``memory_gib``: device memory that a process can use."""
+    """The accelerator."""
 
     name: str
-    memory_gib: float
+    memory_gib: float  # that a process can use
 
 
 @dataclass(frozen=True)
@@ -66,26 +63,17 @@ class Link:
 
 @dataclass(frozen=True)
 class OffloadedState:
-    """Optimizer state on this rank, if the planner decides how much of it is offloaded to host memory and disk.
+    """Optimizer state on this rank, if the planner decides how much is offloaded to host memory and disk."""
 
-    Attributes:
-        state_gib: size of the whole state.
-        fraction: fraction of the state, 0 to 1, that was offloaded during profiling. It is the maximum.
-        is_fixed: the fraction is given, and no other is tried.
-        update_ms: time of the optimizer's kernels for the whole state. Copies overlap with them. 0: not known.
-        disk_gib: the part of the offloaded state whose parameters had state on disk. A smaller fraction keeps this part
-            on the device first.
-        disk_ms: time of reading and writing ``disk_gib`` in a step.
-        requantized_gib: the part of the whole state that is copied to the device once more behind a step, if it is
-            offloaded: main values of parameters in 8 bits (``--fp8-param-gather``).
-    """
-
-    state_gib: float
-    fraction: float = field(metadata={"key": "share"})
-    update_ms: float
+    state_gib: float  # of the whole state
+    fraction: float = field(metadata={"key": "share"})  # offloaded during profiling, 0 to 1; the maximum
+    update_ms: float  # of the optimizer's kernels for the whole state, beside copies; 0 if unknown
+    # Offloaded state of parameters whose state was on disk. A smaller fraction keeps this part on the device first.
     disk_gib: float = 0.0
-    disk_ms: float = 0.0
-    is_fixed: bool = field(metadata={"key": "fixed"}, default=False)
+    disk_ms: float = 0.0  # to read and write disk_gib in a step
+    is_fixed: bool = field(metadata={"key": "fixed"}, default=False)  # no other fraction is tried
+    # State that is copied to the device once more behind a step, if offloaded: main values of parameters in 8 bits
+    # (--fp8-param-gather).
     requantized_gib: float = 0.0
 
     def __post_init__(self) -> None:
@@ -94,7 +82,7 @@ class OffloadedState:
             raise UsageError(f"resting: {records.to_json(self)} is given; share must be 0 to 1, all others 0 or more.")
 
     def with_fraction(self, fraction: float) -> OffloadedState:
-        """Return the state as if ``fraction`` of it was offloaded. A smaller fraction leaves less on disk."""
+        """Return the state as if ``fraction`` was offloaded. A smaller fraction leaves less on disk."""
         left_gib = max(0.0, self.disk_gib - (self.fraction - fraction) * self.state_gib)
         disk_ms = self.disk_ms * left_gib / self.disk_gib if self.disk_gib else 0.0
         return replace(self, fraction=fraction, disk_gib=left_gib, disk_ms=disk_ms)
@@ -102,48 +90,35 @@ class OffloadedState:
 
 @dataclass(frozen=True)
 class NonLayerSite:
-    """A storage that autograd saves outside the layers. It is always kept.
+    """A storage that autograd saves outside the layers. It is always kept."""
 
-    Attributes:
-        site: ``path/ordinal``. Outside submodules the path is ``model`` before the layers and ``loss`` after them.
-        idle_ms: time from its save to its first use in backward.
-        ineligible: why it could not be offloaded. ``held``: there are other references (the model's frames, the batch)
-            at least until forward ends. ``small``: it is below the minimum size.
-    """
-
-    site: str
+    site: str  # path/ordinal; outside submodules the path is "model" before the layers and "loss" after them
     mib: float
-    idle_ms: float
+    idle_ms: float  # from its save to its first use in backward
+    # Why it cannot be offloaded. "held": other references exist (the model's frames, the batch), at least until forward
+    # ends. "small": below the minimum size.
     ineligible: Literal["held", "small"] | None = field(metadata={"key": "stays"}, default=None)
 
 
 @dataclass(frozen=True)
 class NonLayer:
-    """The part of a step outside the layers.
+    """The part of a step outside the layers."""
 
-    Attributes:
-        forward_ms, backward_ms: embedding, final norm, logits and loss of one micro-batch.
-        optimizer_ms: the rest of the step.
-        kept_gib: storages saved outside layers; they live from a micro-batch's forward to its backward.
-        peak_gib: peak memory around the loss, saved or not, beyond what the layers hold.
-        sites: the saved storages, for people. The planner uses ``kept_gib``.
-    """
-
-    forward_ms: float
-    backward_ms: float
-    optimizer_ms: float
-    kept_gib: float
-    peak_gib: float
-    sites: tuple[NonLayerSite, ...] = ()
+    forward_ms: float  # embedding, final norm, logits and loss of one micro-batch
+    backward_ms: float  # of the same
+    optimizer_ms: float  # the rest of the step
+    kept_gib: float  # storages saved outside layers, from a micro-batch's forward to its backward
+    peak_gib: float  # peak around the loss, saved or not, beyond the memory of the layers
+    sites: tuple[NonLayerSite, ...] = ()  # for people; the planner uses kept_gib
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Position of the rank in the pipeline. ``chunks``: the layers of each of its virtual stages, in model order."""
+    """Position of the rank in the pipeline."""
 
     size: int = 1
     rank: int = 0
-    chunks: tuple[tuple[int, ...], ...] = ()
+    chunks: tuple[tuple[int, ...], ...] = ()  # layers of each virtual stage, in model order
 
 
 def is_unsaved(site: str) -> bool:
@@ -153,79 +128,51 @@ def is_unsaved(site: str) -> bool:
 
 @dataclass(frozen=True)
 class SiteProfile:
-    """A storage that autograd saves in a layer.
+    """A storage that autograd saves in a layer."""
 
-    Attributes:
-        site: ``path/ordinal``.
-        saved_at_ms: time of its save, in the layer's forward.
-        needed_at_ms: time of its first use, in the layer's backward.
-        done_at_ms: time when the layer's backward frees it.
-        recompute_ms: time to recompute it; ``None``: it cannot be recomputed alone.
-        recompute_needs: sites that recomputing it reads.
-        gone_at_ms: time in forward when it is freed if it is recomputed; ``None``: when forward ends.
-        beside_mib: peak of forward since the save before, besides saved tensors; ``None``: as ``LayerClass`` says.
-        is_ineligible: offloading it is not worth it or frees nothing, because it is small or there are other references
-            (to the first layer's input, for example).
-    """
-
-    site: str
+    site: str  # path/ordinal
     mib: float
-    saved_at_ms: float
-    needed_at_ms: float
-    done_at_ms: float
-    recompute_ms: float | None = None
-    recompute_needs: tuple[str, ...] = ()
-    gone_at_ms: float | None = None
-    beside_mib: float | None = None
+    saved_at_ms: float  # in the layer's forward
+    needed_at_ms: float  # first use in the layer's backward
+    done_at_ms: float  # the layer's backward frees it
+    recompute_ms: float | None = None  # None if it cannot be recomputed alone
+    recompute_needs: tuple[str, ...] = ()  # sites that its recomputation reads
+    gone_at_ms: float | None = None  # freed in forward if recomputed; None for the end of forward
+    beside_mib: float | None = None  # peak of forward since the save before, beside saved tensors; None: LayerClass's
+    # Offloading frees nothing or too little: it is small, or has other references (the first layer's input, say).
     is_ineligible: bool = field(metadata={"key": "stays"}, default=False)
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether only recomputation reads it: it is held where a section that needs it is recomputed."""
+        """Whether only recomputation reads it. A layer holds it if a section that needs it is recomputed."""
         return is_unsaved(self.site)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a layer that can be recomputed as a whole, when backward needs the first of ``frees``.
-
-    Attributes:
-        frees: sites that it recomputes.
-        needs: sites that it reads.
-        peak_mib: peak memory while it runs, without ``frees``.
-    """
+    """A part of a layer that can be recomputed as a whole, when backward needs the first of ``frees``."""
 
     name: str
-    frees: tuple[str, ...]
-    needs: tuple[str, ...]
+    frees: tuple[str, ...]  # sites that it recomputes
+    needs: tuple[str, ...]  # sites that it reads
     recompute_ms: float
-    peak_mib: float = 0.0
+    peak_mib: float = 0.0  # while it runs, without frees
 
 
 @dataclass(frozen=True)
 class LayerClass:
-    """Layers with equal sites, sizes and times.
+    """Layers with equal sites, sizes and times."""
 
-    Attributes:
-        layers: layer numbers, 0-based over the whole model.
-        sites: saved storages, in the order of forward.
-        sections: parts that can be recomputed. They are nested in each other or disjoint.
-        temporaries: ``(at_ms, mib)`` in backward: from ``at_ms`` on, ``mib`` are in use besides saved tensors
-            (gradients, workspaces).
-        forward_peak_mib: peak of forward besides saved tensors; behind the last save, if sites say the rest.
-        host_ms: the host's time in forward without hooks; 0: it is not known, or the device does not wait for it.
-        made_mib: gradients of weights that the step's first backward makes and leaves; 0: there is memory for them
-            throughout, or a buffer that others own.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # 0-based over the whole model
     forward_ms: float
     backward_ms: float
-    sites: tuple[SiteProfile, ...]
-    sections: tuple[Section, ...] = ()
-    temporaries: tuple[tuple[float, float], ...] = ()
-    forward_peak_mib: float = 0.0
-    host_ms: float = 0.0
+    sites: tuple[SiteProfile, ...]  # in the order of forward
+    sections: tuple[Section, ...] = ()  # nested in each other or disjoint
+    temporaries: tuple[tuple[float, float], ...] = ()  # (at_ms, mib) in backward beside saved tensors, from at_ms on
+    forward_peak_mib: float = 0.0  # beside saved tensors; behind the last save, if sites say the rest
+    host_ms: float = 0.0  # the host's time in forward without hooks; 0 if unknown, or if the device does not wait
+    # Gradients of weights that the step's first backward makes and leaves. 0 if they have memory throughout, or a
+    # buffer of another owner.
     made_mib: float = 0.0
 
     def __post_init__(self) -> None:
@@ -253,30 +200,23 @@ class LayerClass:
 
     @property
     def saved_mib(self) -> float:
-        """MiB that one layer saves, unless some of it is recomputed."""
+        """MiB that one layer saves, without recomputation."""
         return sum(site.mib for site in self.sites if not site.is_unsaved)
 
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """Figures of a plan's memory that follow from the model alone; of a model of unknown kind, none.
+    """Figures of a plan's memory that follow from the model alone. A model of unknown kind has none."""
 
-    Attributes:
-        copied_weights: weights of a layer that have copies of another type, over all tensor-parallel ranks. A layer's
-            experts count as one.
-        uncopied_layers: layers whose weights have none.
-        max_fragments: upper bound of measured fragmentation, in multiples of the largest tensor.
-        blocks: sites, and the largest block that the backward that reads one allocates, in multiples of its size.
-        in_parts: path of a submodule that runs once for each part of the sequence, and path of the one before it.
-        num_parts: of the sequence.
-    """
-
+    # Weights of a layer with copies of another type, over all tensor-parallel ranks. A layer's experts count as one.
     copied_weights: float = 0.0
-    uncopied_layers: tuple[int, ...] = ()
-    max_fragments: float = MAX_FRAGMENTS
+    uncopied_layers: tuple[int, ...] = ()  # layers whose weights have no copies
+    max_fragments: float = MAX_FRAGMENTS  # upper bound, in multiples of the largest tensor
+    # Sites, and the largest block that a backward which reads the site allocates, in multiples of the site's size.
     blocks: tuple[tuple[str, float], ...] = ()
+    # Paths of a submodule that runs once for each part of the sequence, and of the submodule before.
     in_parts: tuple[str, str] = ("", "")
-    num_parts: int = 1
+    num_parts: int = 1  # of the sequence
 
 
 UNKNOWN = ModelFigures()
@@ -284,38 +224,31 @@ UNKNOWN = ModelFigures()
 
 @dataclass(frozen=True)
 class Profile:
-    """The training step of one pipeline rank.
+    """The training step of one pipeline rank."""
 
-    Attributes:
-        source: where the figures come from, for people.
-        static_gib: memory held throughout the step: weights, gradients, optimizer state.
-        allocator_gib: memory that the allocator reserved beyond the peak in use during profiling; 0: there is no
-            allocator that reserves memory; ``None``: it is not measured, and no run corrects the plan.
-        host_gib: host memory that this rank may reserve for activations; ``None``: no limit.
-        optimizer_gib: peak of memory between a step's last backward and the next step's first forward, besides
-            ``static_gib``: gradients that the optimizer copies in single precision, buckets of offloaded state. Without
-            layers: the peak of the whole step.
-        offloaded_state: ``None``: the planner does not decide how much optimizer state is offloaded.
-        hook_ms: time that forward and backward each take longer in a layer that swaps or recomputes, beyond copies and
-            recomputation: the host's work, which shows where the device waits for the host. It is what the chosen plan
-            took beyond its prediction. 0: that was little, or is not known.
-        figures: of the model. Files do not hold them: ``forecast.profiles.load_profile`` knows them.
-    """
-
-    source: str
+    source: str  # origin of the figures, for people
     model: Model
     device: Device
     link: Link
-    static_gib: float
+    static_gib: float  # throughout the step: weights, gradients, optimizer state
+    # Memory that the allocator reserved beyond the peak in use during profiling. 0 without an allocator that reserves.
+    # None if not measured: then no run corrects the plan.
     allocator_gib: float | None
-    host_gib: float | None
+    host_gib: float | None  # host memory for this rank's activations; None without limit
     num_micro_batches: int
     non_layer: NonLayer = field(metadata={"key": "outside"})
     layers: tuple[LayerClass, ...]
     pipeline: Pipeline = Pipeline()
+    # None if the planner does not decide how much optimizer state is offloaded.
     offloaded_state: OffloadedState | None = field(metadata={"key": "resting"}, default=None)
+    # Time that forward and backward each take longer in a layer that swaps or recomputes, beyond copies and
+    # recomputation. The chosen plan took it beyond its prediction: the device waited for the host. 0 if little or
+    # unknown.
     hook_ms: float = 0.0
+    # Peak between a step's last backward and the next first forward, beside static_gib: gradients that the optimizer
+    # copies in single precision, buckets of offloaded state. Without layers the peak of the whole step.
     optimizer_gib: float = 0.0
+    # Of the model. Files do not hold them: forecast.profiles.load_profile makes them.
     figures: ModelFigures = field(metadata={"key": None}, default=UNKNOWN)
 
     def __post_init__(self) -> None:
@@ -339,23 +272,18 @@ class Profile:
 
     @property
     def fragments_gib(self) -> float:
-        """Fragmentation that is expected under any plan.
-
-        It is the larger of the measured fragmentation (without a measurement: that of weights' copies) and the largest
-        tensor, plus the gaps that buckets of offloaded optimizer state leave. A plan that swaps has
-        ``attention_block_gib`` if that is more, unless only inputs of layers that run again as a whole come back.
-        """
+        """Fragmentation that is expected under any plan."""
+        # A plan that swaps has `attention_block_gib` if larger, unless only inputs of whole recomputed layers come
+        # back.
         gaps_gib = GAPS_GIB if self.offloaded_state is not None and self.offloaded_state.fraction else 0.0
         return self._holes_gib + gaps_gib if self._has_allocator else 0.0
 
     @property
     def attention_block_gib(self) -> float:
-        """The largest block of attention's backward, for which the allocator takes new memory.
-
-        Tensors that come back lie in the memory that others have freed, so that no free piece is as large. One H200
-        held 3.5, 3.7, 1.5 and 2.1 GiB more than was in use, with blocks of 4, 4, 2 and 2; without swapping 0.7, with a
-        block of 4 (docs/results: h200-plan-points.json, h200-attention.json).
-        """
+        """The largest block of attention's backward, for which the allocator takes new memory."""
+        # Reloaded tensors lie in memory that others have freed, so no free piece is as large. One H200 held 3.5, 3.7,
+        # 1.5 and 2.1 GiB more than was in use, with blocks of 4, 4, 2 and 2; without swapping 0.7, with a block of 4
+        # (docs/results: h200-plan-points.json, h200-attention.json).
         sites = (site for entry in self.layers for site in entry.sites if self._has_allocator)
         of_site = dict(self.figures.blocks)
         blocks = (of_site.get(site.site, 0.0) * site.mib for site in sites)
@@ -363,8 +291,8 @@ class Profile:
 
     @property
     def reserve_gib(self) -> float:
-        """Fragmentation beyond what is expected that some plans may have, to be left free."""
-        more_gib = max(0.0, self.attention_block_gib - self.fragments_gib)  # is expected where something is swapped
+        """Fragmentation to leave free, beyond the expected: some plans have more."""
+        more_gib = max(0.0, self.attention_block_gib - self.fragments_gib)  # expected where something is swapped
         reserve_gib = self._reserve_gib - more_gib
         return max(reserve_gib, self.attention_block_gib / 8) if more_gib else reserve_gib
 
@@ -380,13 +308,13 @@ class Profile:
 
     @property
     def reserves_gib(self) -> tuple[float, ...]:
-        """The memory to leave free, tried in order until a plan fits. Without a measurement it is the whole reserve."""
+        """The memory to leave free, tried in order until a plan fits. Without a measurement only the whole reserve."""
         fractions = RESERVE_FRACTIONS[:1] if self.allocator_gib is None else RESERVE_FRACTIONS
         return tuple(fraction * self.reserve_gib for fraction in fractions)
 
     @property
     def loss_block_gib(self) -> float:
-        """The largest tensor around the loss, mostly the logits. A measured profile has it in its fragmentation: 0."""
+        """The largest tensor around the loss, mostly the logits. 0 in a measured profile: its fragmentation has it."""
         if self.allocator_gib is not None:
             return 0.0
         return max((site.mib for site in self.non_layer.sites), default=0.0) * MIB / GIB
@@ -409,11 +337,9 @@ class Profile:
 
     @property
     def _largest_gib(self) -> float:
-        """The largest tensor that a layer saves, or a fifth of its measured temporaries if that is larger.
-
-        The workspace of deterministic attention is larger than every saved tensor.
-        """
+        """The largest tensor that a layer saves, or a fifth of its measured temporaries if larger."""
         saved = (site.mib for entry in self.layers for site in entry.sites)
+        # The workspace of deterministic attention is larger than every saved tensor.
         besides = (mib / 5 for entry in self.layers for _, mib in entry.temporaries if self.allocator_gib is not None)
         return max((*saved, *besides), default=0.0) * MIB / GIB
 
@@ -434,7 +360,8 @@ class Profile:
 
     @property
     def out_ms_per_mib(self) -> float:
-        """Time to offload one MiB. In a pipeline forward and backward alternate, so both directions are busy."""
+        """Time to offload one MiB."""
+        # In a pipeline forward and backward alternate, so both directions of the link are busy.
         link = self.link
         return MS_PER_MIB / (link.d2h_gb_s if self.pipeline.size == 1 else link.d2h_beside_h2d_gb_s)
 
@@ -445,7 +372,6 @@ class Profile:
         return MS_PER_MIB / (link.h2d_gb_s if self.pipeline.size == 1 else link.h2d_beside_d2h_gb_s)
 
     def of_layer(self, layer: int) -> LayerClass:
-        """Return the class of ``layer``."""
         return next(entry for entry in self.layers if layer in entry.layers)
 
 
@@ -455,5 +381,5 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 
 def sha256(profile: Profile) -> str:
-    """Return the hash by which a plan names its profile. ``hook_ms`` does not count: it is known after the plan."""
+    """Return the hash by which a plan names its profile. ``hook_ms`` does not count: it comes after the plan."""
     return hashlib.sha256(records.to_text(replace(profile, hook_ms=0.0), FORMAT, VERSION).encode()).hexdigest()

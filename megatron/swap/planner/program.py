@@ -1,8 +1,8 @@
 """The mixed-integer program behind a plan: how many layers of each block swap or recompute each site.
 
-Equal layers of one chunk form a *block*. The unknowns are counts of layers, so 96 layers cost no more than 16. The time
-model is linear: recomputation, plus copies beyond the window in which they overlap with compute. It is a relaxation of
-``simulate``: with the windows of ``bound_windows`` no plan is faster than the program's optimum.
+The unknowns are counts of layers, so 96 layers cost no more than 16. The time model is linear: recomputation, plus
+copies beyond the window in which they overlap with compute. With the windows of ``bound_windows`` no plan that
+``simulate`` times is faster than the program's optimum.
 """
 
 from __future__ import annotations
@@ -21,38 +21,31 @@ from megatron.swap.planner.schedule import schedule
 from megatron.swap.planner.solver_output import without_solver_lines
 
 MIB_PER_GIB = 1024.0
-UNIT = 1000.0
-"""Scales the objective from ms to µs, because the solver's tolerances are absolute."""
+UNIT = 1000.0  # scales the objective from ms to µs: the solver's tolerances are absolute
+# Tie-breaks. Of equally fast plans prefer fewer copies in earlier layers (ms per MiB), and fewer layers that swap (ms
+# per layer).
 SWAPPED_MIB_COST = 1e-7
-"""Tie-break in ms per MiB: of equally fast plans prefer fewer copies, in earlier layers."""
 TOUCHED_LAYER_COST = 1e-5
-"""Tie-break in ms per layer: of equally fast plans prefer fewer layers that swap."""
-NUM_TIMES = 3
-"""Columns behind those of the blocks for exposed times. One more is for the peak."""
-PROVEN = 1e-7
-"""Relative gap below which an answer counts as optimal."""
-MAX_NODES = 300
-"""Maximum number of branch-and-bound nodes. A search that stops there has a looser lower bound."""
+NUM_TIMES = 3  # columns for exposed times, behind those of the blocks; another column is for the peak
+PROVEN = 1e-7  # relative gap below which an answer counts as optimal
+MAX_NODES = 300  # of branch and bound; a search that stops there has a looser lower bound
 
 
 @dataclass(frozen=True)
 class Block:
-    """Equal layers of one chunk, earliest first.
-
-    ``num_swappable``: layers that may swap: all but the layer before the loss.
-    """
+    """Equal layers of one chunk, earliest first."""
 
     entry: LayerClass
     layers: tuple[int, ...]
     chunk: int
-    num_swappable: int
+    num_swappable: int  # all but the layer before the loss
 
     @property
     def sections(self) -> list[Section]:
         return [part for part in self.entry.sections if self.freed(part)]
 
     def freed(self, section: Section) -> list[SiteProfile]:
-        """Return the sites that ``section`` frees, without ineligible ones."""
+        """Return the sites that ``section`` frees, without ineligible sites."""
         return [site for site in self.entry.sites if site.site in section.frees and not site.is_ineligible]
 
     def freed_mib(self, section: Section) -> float:
@@ -62,7 +55,6 @@ class Block:
 
 
 def blocks(profile: Profile) -> list[Block]:
-    """Return the blocks of a profile, in model order."""
     found = []
     for number, chunk in enumerate(profile.chunks):
         ends_in_loss = profile.has_loss and number == len(profile.chunks) - 1
@@ -76,25 +68,19 @@ def blocks(profile: Profile) -> list[Block]:
 
 @dataclass(frozen=True)
 class Windows:
-    """Time that the copies of one micro-batch may take without stalling compute, in ms. ``None``: no limit.
-
-    ``host_early_ms``: the host must finish the first forward this long before the device does, or the device waits.
-    """
+    """Time in ms that the copies of one micro-batch may take without stalling compute. ``None`` for no limit."""
 
     out_ms: float | None
     in_ms: float | None
-    host_early_ms: float = 0.0
+    host_early_ms: float = 0.0  # the device waits unless the host finishes the first forward this much earlier
 
 
 def bound_windows(profile: Profile) -> Windows:
-    """Return upper bounds of the windows. With them the program's optimum is a lower bound of the step time.
-
-    Without a pipeline all offloads end by the end of forward, and reloads begin with backward. In a pipeline the copies
-    of one micro-batch overlap with other micro-batches, and backward may begin before a copy out ends, so there is no
-    limit.
-    """
+    """Return upper bounds of the windows. With them the program's optimum is a lower bound of the step time."""
     if profile.pipeline.size > 1:
+        # Copies of one micro-batch overlap with other micro-batches, and backward may begin before an offload ends.
         return Windows(None, None)
+    # Without a pipeline all offloads end by the end of forward, and reloads begin with backward.
     first = profile.chunks[0][:1]
     begin = min((site.saved_at_ms for layer in first for site in profile.of_layer(layer).sites), default=0.0)
     return Windows(
@@ -112,10 +98,10 @@ def _begin_ms(profile: Profile, block: Block) -> float:
 
 
 def search_windows(profile: Profile) -> Windows:
-    """Return the windows with which the search begins. In a pipeline they are the whole time of a micro-batch."""
+    """Return the windows with which the search begins."""
     if profile.pipeline.size == 1:
         return bound_windows(profile)
-    whole = micro_batch_ms(profile)
+    whole = micro_batch_ms(profile)  # in a pipeline copies may take the whole time of a micro-batch
     return Windows(whole, whole)
 
 
@@ -141,27 +127,23 @@ class Counts:
 
 @dataclass(frozen=True)
 class Answer:
-    """A solution of the program: counts of each block, exposed copies of a micro-batch, step time, lower bound.
+    """A solution of the program."""
 
-    ``host_exposed_ms``: time that the device waits for the host; below 0: by which the host is earlier than it must be.
-    """
-
-    counts: tuple[Counts, ...]
-    out_exposed_ms: float
+    counts: tuple[Counts, ...]  # of each block
+    out_exposed_ms: float  # copies of a micro-batch
     in_exposed_ms: float
-    host_exposed_ms: float
+    host_exposed_ms: float  # the device waits for the host; below 0 the host is that much earlier than needed
     step_ms: float
-    bound_ms: float
+    bound_ms: float  # lower bound of the step time
 
 
 class Program:
-    """The mixed-integer program of one profile, for any budget and windows.
+    """The mixed-integer program of one profile, for any budget and windows."""
 
-    Columns: for each block its sections, recomputed sites, swapped sites, touched layers (those that swap), and watched
-    ones (those that recompute sites) if the host's time counts. Then the exposed time of a micro-batch's copies out and
-    in, and of the host in the first one beyond its copies out (ms), and the peak above static memory (MiB) if that is
-    minimised.
-    """
+    # Columns: for each block its sections, recomputed sites, swapped sites, touched layers (which swap), and watched
+    # layers (which recompute sites) if the host's time counts. Then, in ms, the exposed time of a micro-batch's
+    # offloads, of its reloads, and of the host in the first micro-batch beyond its offloads. Then the peak above static
+    # memory in MiB, if the peak is minimised.
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -169,23 +151,17 @@ class Program:
         self.columns: list[tuple[int, str, str]] = []
         upper: list[float] = []
         for number, block in enumerate(self.blocks):
-            size = len(block.layers)
-            for part in block.sections:
-                self.columns.append((number, "section", part.name))
-                upper.append(size)
-            for site in block.entry.sites:
-                if not site.is_ineligible and site.recompute_ms is not None:
-                    self.columns.append((number, "recompute", site.site))
-                    upper.append(size)
-            for site in block.entry.sites:
-                if not site.is_ineligible and block.num_swappable:
-                    self.columns.append((number, "swap", site.site))
-                    upper.append(block.num_swappable)
-            self.columns.append((number, "touched", ""))
-            upper.append(size)
-            if block.entry.host_ms:
-                self.columns.append((number, "watched", ""))
-                upper.append(size)
+            eligible = [site for site in block.entry.sites if not site.is_ineligible]
+            recomputable = [site.site for site in eligible if site.recompute_ms is not None]
+            for kind, names, most in (
+                ("section", [part.name for part in block.sections], len(block.layers)),
+                ("recompute", recomputable, len(block.layers)),
+                ("swap", [site.site for site in eligible if block.num_swappable], block.num_swappable),
+                ("touched", [""], len(block.layers)),
+                ("watched", [""] if block.entry.host_ms else [], len(block.layers)),
+            ):
+                self.columns += [(number, kind, name) for name in names]
+                upper += [most] * len(names)
         self._index = {column: i for i, column in enumerate(self.columns)}
         self._num_columns = len(self.columns)
         self._out, self._in, self._host, self._peak = range(self._num_columns, self._num_columns + NUM_TIMES + 1)
@@ -199,10 +175,8 @@ class Program:
         self._later = self._later_columns()
 
     def _later_columns(self) -> list[tuple[float, np.ndarray]]:
-        """Return pairs of a time after forward's first save, in ms, and a mask of the blocks that save from then on.
-
-        Their tensors cannot be copied out earlier, so their window is shorter by that time.
-        """
+        """Return pairs of a time after forward's first save, in ms, and a mask of the blocks that save from then on."""
+        # Their tensors cannot be offloaded earlier, so their window is shorter by that time.
         begins = [_begin_ms(self._profile, block) for block in self.blocks]
         if self._profile.pipeline.size > 1:
             begins = [0.0] * len(self.blocks)  # copies of one micro-batch overlap with other micro-batches
@@ -230,18 +204,14 @@ class Program:
                 self._tie_break[i] = TOUCHED_LAYER_COST
 
     def solve(
-        self,
-        budget_gib: float | None,
-        host_gib: float | None,
-        windows: Windows,
-        minimize_memory: bool = False,
+        self, budget_gib: float | None, host_gib: float | None, windows: Windows, minimize_memory: bool = False,
         gap: float = PROVEN,
-    ) -> Answer | None:
-        """Return the fastest counts that fit; ``None``: nothing fits.
+    ) -> Answer | None:  # fmt: skip
+        """Return the fastest counts that fit; ``None`` if nothing fits.
 
         Args:
             budget_gib: limit of the peak, which counts as ``Prediction.peak_gib``.
-            host_gib: limit of host memory; ``None``: no limit.
+            host_gib: limit of host memory.
             windows: time in which copies overlap with compute.
             minimize_memory: minimise the peak instead of the time.
             gap: relative gap to the optimum at which the solver may stop.
@@ -321,10 +291,8 @@ class Program:
                         row[column] = 1
                 at_most(row, len(block.layers))
                 if (column := self._index.get((number, "swap", site.site))) is not None:
-                    row = self._row()
-                    row[column], row[self._index[number, "touched", ""]] = 1, -1
-                    at_most(row, 0)
-                    if site.is_unsaved:
+                    at_most(self._difference(column, self._index[number, "touched", ""]), 0)
+                    if site.is_unsaved:  # swapped only where a section reads it
                         row = self._row()
                         row[column] = 1
                         for part in block.sections:
@@ -333,7 +301,7 @@ class Program:
                         at_most(row, 0)
 
     def _host_waits(self, early_ms: float) -> tuple[np.ndarray, float]:
-        """Return a row and its limit, by which the first forward takes at least the host's time and ``early_ms``.
+        """Return a row and its limit: the first forward takes at least the host's time and ``early_ms``.
 
         The row has no entries if the host's time does not count.
         """
@@ -356,7 +324,7 @@ class Program:
         return row, room_ms
 
     def _watch_recomputation(self, at_most: Callable[[np.ndarray, float], None]) -> None:
-        """Let layers that recompute sites be watched, where the host's time counts."""
+        """Count layers that recompute sites as watched."""
         for i, (number, kind, name) in enumerate(self.columns):
             watched = self._index.get((number, "watched", ""))
             if watched is not None and (kind == "recompute" or (kind == "section" and name != LAYER_SECTION)):
@@ -391,14 +359,13 @@ class Program:
         return tuple(found)
 
 
+# Searches ask for the same optimum again: over fractions of state, and when a run plans anew. So the arrays are passed
+# as their bytes.
 @lru_cache(maxsize=128)  # of up to 0.5 MiB each
 def _optimum(
     cost: bytes, integral: bytes, upper: bytes, rows: bytes, limits: bytes, gap: float
 ) -> tuple[np.ndarray, float] | None:
-    """Return the solver's optimum and its lower bound of the cost; ``None``: nothing fits.
-
-    Searches ask for the same again: over fractions of state, and when a run plans anew. The arrays come as their bytes.
-    """
+    """Return the solver's optimum and its lower bound of the cost; ``None`` if nothing fits."""
     costs, most = np.frombuffer(cost), np.frombuffer(limits)
     with without_solver_lines():
         done = milp(

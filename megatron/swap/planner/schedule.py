@@ -15,9 +15,9 @@ class Unit:
 
 
 def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: int = 1) -> list[Unit]:
-    """Return the order of forwards and backwards: 1F1B, interleaved for several chunks; alternating without a pipeline.
+    """Return the order of forwards and backwards: 1F1B, interleaved for several chunks, alternating without a pipeline.
 
-    ``num_micro_batches`` must be a multiple of ``size`` if there are several chunks.
+    With several chunks ``num_micro_batches`` must be a multiple of ``size``.
     """
     total = num_micro_batches * num_chunks
     if size == 1:
@@ -42,5 +42,5 @@ def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: i
 
 
 def most_micro_batches(size: int) -> int:
-    """Return the number of micro-batches after which a step's memory in a pipeline of ``size`` only repeats."""
+    """Return the number of micro-batches after which memory in a pipeline of ``size`` only repeats."""
     return 2 if size == 1 else 3 * size

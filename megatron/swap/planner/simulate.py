@@ -1,8 +1,7 @@
 """Simulates a step under a plan: memory in use, and stalls for copies.
 
-The compute stream is a clock. Each copy direction is a queue. Memory is counted in program order: the caching allocator
-gives a freed block to later work of the same stream, so the peak does not depend on the speed of copies. Releases and
-reloads follow the rules of ``megatron.swap.engine``; tests compare the two.
+The compute stream is a clock. Each copy direction is a queue. Releases and reloads follow the rules of
+``megatron.swap.engine``; tests compare the two.
 """
 
 from __future__ import annotations
@@ -19,44 +18,30 @@ from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.schedule import Unit, most_micro_batches, schedule
 
 MIB_PER_GIB = 1024.0
-COMMIT_MIB = 16.0
-"""Copies out start once this much is pending, as ``COMMIT_BYTES`` of ``engine.offload``."""
-HOOKS_FROM = 0.03
-"""Part of a step by which predictions are wrong for other reasons than the host's work."""
+COMMIT_MIB = 16.0  # offloads start once this much is pending, as COMMIT_BYTES of engine.offload
+HOOKS_FROM = 0.03  # part of a step by which predictions are wrong for other reasons than the host's work
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The simulated time and memory of a step. Stalls and recomputation are sums over the step.
+    """The simulated time and memory of a step. Stalls and recomputation are sums over the step."""
 
-    Attributes:
-        peak_gib: peak of device memory, static memory and expected fragmentation included.
-        peak_at: place of the peak in the step.
-        out_stall_ms, in_stall_ms: time that compute waits for offloads and for reloads.
-        host_wait_ms: time that the first forward waits for the host.
-        host_gib: peak of host memory for activations.
-        fragments_gib: the fragmentation in ``peak_gib``.
-        timeline: ``(ms, GiB, place)`` at every layer boundary of the first micro-batches.
-    """
-
-    peak_gib: float
-    peak_at: str
+    peak_gib: float  # with static memory and expected fragmentation
+    peak_at: str  # place in the step
     step_ms: float
-    out_stall_ms: float
-    in_stall_ms: float
-    host_wait_ms: float
+    out_stall_ms: float  # compute waits for offloads
+    in_stall_ms: float  # compute waits for reloads
+    host_wait_ms: float  # the first forward waits for the host
     recompute_ms: float
-    host_gib: float
-    fragments_gib: float
-    timeline: tuple[tuple[float, float, str], ...] = field(repr=False)
+    host_gib: float  # peak of host memory for activations
+    fragments_gib: float  # in peak_gib
+    timeline: tuple[tuple[float, float, str], ...] = field(repr=False)  # (ms, GiB, place) at layer boundaries
 
 
 def simulate(profile: Profile, plan: Plan) -> Prediction:
-    """Predict the step of ``profile`` under ``plan``. Deterministic.
-
-    Only the first micro-batches are simulated, because further ones repeat the last of them. A pipeline's bubble is
-    added as (size - 1) / virtual stages of a micro-batch's time.
-    """
+    """Predict the step of ``profile`` under ``plan``. Deterministic."""
+    # Only the first micro-batches are played, since further ones repeat the last. A pipeline's bubble is (size - 1) /
+    # virtual stages of a micro-batch's time.
     size, total = profile.pipeline.size, profile.num_micro_batches
     played = min(total, most_micro_batches(size))
     step = _Step(profile, plan, played)
@@ -77,8 +62,8 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
         fragments_gib = max(fragments_gib, profile.attention_block_gib)
     peak_gib, peak_at = step.peak_mib / MIB_PER_GIB + fragments_gib, step.peak_at
     if profile.loss_block_gib:
-        # The logits need one block, and what layers have freed is in pieces: the allocator takes new memory for them.
-        # Where copies go and come, the pieces of backward are there in the next forward, too.
+        # The logits need one block, and layers have freed memory in pieces: the allocator takes new memory. With
+        # copies, the pieces of backward are there in the next forward, too.
         layers_mib = step.layers_peak_mib if step.host_peak_mib else step.before_loss_mib
         beside_gib = layers_mib / MIB_PER_GIB + profile.loss_block_gib
         if beside_gib > peak_gib:
@@ -102,17 +87,17 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
 
 
 def _brings_back_inputs_alone(plan: Plan) -> bool:
-    """Whether each layer that offloads something runs again as a whole: what comes back then has one size."""
+    """Whether each layer that offloads something runs again as a whole: all reloads then have one size."""
     return all(LAYER_SECTION in plan.sections(layer) for layer in plan.layers() if plan.swaps_layer(layer))
 
 
 @dataclass(eq=False, slots=True)
 class _Storage:
-    """A swapped storage. ``state``: resident, offloading, offloaded, reloading, reloaded or kept."""
+    """A swapped storage."""
 
     mib: float
     group: _Group
-    state: str = "resident"
+    state: str = "resident"  # or offloading, offloaded, reloading, reloaded, kept
     out_end_ms: float = 0.0
     in_end_ms: float = 0.0
 
@@ -135,16 +120,13 @@ class _Group:
     mib: float = 0.0
     prefetched_mib: float = 0.0
     storages: dict[int, _Storage] = field(default_factory=dict)
-    to_fetch: list[_Storage] = field(default_factory=list)
-    """Storages that are not reloaded yet. Backward needs them from the end, as ``Group.in_backward_order``."""
+    to_fetch: list[_Storage] = field(default_factory=list)  # not reloaded yet; backward needs them from the end
 
 
 def with_measured_step(profile: Profile, plan: Plan, step_ms: float) -> Profile:
-    """Return ``profile`` with the ``hook_ms`` that explains why a step under ``plan`` took longer than predicted.
-
-    It stays 0 where the difference may have other reasons: below 3 %, with few hooks, with offloaded optimizer state,
-    and in a pipeline, where stages wait for each other.
-    """
+    """Return ``profile`` with the ``hook_ms`` that explains why a step under ``plan`` took longer than predicted."""
+    # 0 where the difference may have other reasons: below 3 %, with few hooks, with offloaded optimizer state, and in a
+    # pipeline, where stages wait for each other.
     hooks = [script.has_hooks for script in scripts(profile, plan).values()]
     hooked = sum(hooks)
     others = profile.pipeline.size > 1 or plan.offload_fraction is not None or 2 * hooked < len(hooks)
@@ -164,7 +146,11 @@ def _window_groups(plan: Plan, largest_mib: float) -> int:
 
 
 class _Step:
-    """Simulates ``num_micro_batches``. Public attributes are the result."""
+    """Simulates ``num_micro_batches``. Public attributes are the result.
+
+    Memory is counted in program order. The caching allocator gives a freed block to later work of the same stream, so
+    the peak does not depend on the speed of copies.
+    """
 
     def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int) -> None:
         self._profile = profile
@@ -221,7 +207,7 @@ class _Step:
         return self._now, self._out_stall, self._in_stall, self._recompute
 
     def _kept_by(self, layer: int) -> float:
-        """Return the MiB that ``layer`` keeps. They are slack before its forward saves them and after its backward."""
+        """Return the MiB that ``layer`` keeps: slack before its forward saves them and after its backward."""
         tail = self._positions[layer].is_trailing_kept(self._window_groups)
         return sum(
             mib for _, mib, action in self._scripts[layer].saves
@@ -252,7 +238,7 @@ class _Step:
 
     @property
     def _non_layer_chunk(self) -> int:
-        """The chunk of the figures outside layers: the one with the loss, else the first."""
+        """The chunk with the figures outside layers: the last if it ends in the loss, else the first."""
         return len(self._profile.chunks) - 1 if self._profile.has_loss else 0
 
     def _forward_layer(self, layer: int, micro_batch: int, forward_pass: _ForwardPass) -> None:
@@ -272,7 +258,7 @@ class _Step:
                 self._mib -= heappop(recomputed)[1]
             self._now = begin + waited + at_ms
             self._mib += mib
-            # The kernel allocates the storage and its workspace before autograd saves it. Releases come after that.
+            # The kernel allocates the storage and its workspace before autograd saves the storage. Releases come after.
             self._record_peak(where, script.beside[index])
             if action is Action.RECOMPUTE:
                 heappush(recomputed, (script.gone[index], mib))
@@ -370,8 +356,8 @@ class _Step:
                 self._now += recomputation.cost_ms
                 self._recompute += recomputation.cost_ms
                 self._mib += recomputation.mib
-                # It runs as an operator begins: the one before has freed its memory, this one has not taken its own.
-                # Measured temporaries are medians and maxima of several runs, so nothing is concluded from two of them.
+                # It runs as an operator begins: the operator before has freed its memory, this one has not taken its
+                # own. Measured temporaries are medians and maxima of several runs, so two of them prove nothing.
                 is_between = at_ms == changed_at_ms and self._profile.allocator_gib is None
                 beside_mib = min(before_mib, temporary_mib) if is_between else temporary_mib
                 self._record_peak(where, beside_mib + recomputation.peak_mib)

@@ -1,4 +1,4 @@
-"""Finds the fastest plan within a memory budget: the program proposes plans, ``simulate`` evaluates them."""
+"""Finds the fastest plan within a memory budget: the program proposes plans, and ``simulate`` evaluates them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,16 @@ from megatron.swap.planner.program import (
 )
 from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction, simulate
 
-MAX_ROUNDS = 7
-"""Maximum number of corrections of the program by the simulator."""
-BUSY_HOST = 1.5
-"""A busy host takes this many times as long as the fastest steps show: half of the steps that were timed on an H200."""
-SEVERAL = 4
-"""Plans that are looked at for each one that is wanted: some differ in their prefetch window alone."""
-SAME = 1.001
-"""Step times that differ by less are the same."""
-MAX_TIGHTENINGS = 3
-"""Maximum number of times that a workload gets a smaller budget because peaks exceeded the real one."""
-MAX_WIDENINGS = 3
-"""Maximum number of further plans for memory that plans left free."""
-WIDENED_GAIN = 0.001
-"""A run tries a further plan if it is predicted to be faster by this fraction."""
-NEAR_OPTIMUM = 1e-4
-"""Relative gap for programs that are corrected afterwards: the simulator differs from them by more."""
-SMALLEST_MARGIN = 1.002
-"""The smallest feasible budget is written with this factor."""
-Order = Literal["recompute last", "recompute first", "spread"]
-"""A way to choose the layers for the counts of a program."""
+MAX_ROUNDS = 7  # corrections of the program by the simulator
+BUSY_HOST = 1.5  # times that a busy host takes, of the fastest steps' time: the median of the steps timed on an H200
+SEVERAL = 4  # plans to look at for each wanted plan: some differ in their prefetch window alone
+SAME = 1.001  # step times that differ by less are the same
+MAX_TIGHTENINGS = 3  # times that a workload gets a smaller budget because peaks exceeded the real budget
+MAX_WIDENINGS = 3  # further plans for memory that plans left free
+WIDENED_GAIN = 0.001  # a run tries a further plan if it is predicted to be faster by this fraction
+NEAR_OPTIMUM = 1e-4  # relative gap of programs that are corrected afterwards: the simulator differs by more
+SMALLEST_MARGIN = 1.002  # on the smallest feasible budget in messages: two runs do not measure the same to the byte
+Order = Literal["recompute last", "recompute first", "spread"]  # how layers are chosen for the counts of a program
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
@@ -51,22 +41,18 @@ TIGHTER_GIB = 1e-4
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of the search.
+    """A pass of the search."""
 
-    Attributes:
-        window: fraction of the program's windows. Smaller windows make the program swap less. Prefetched tensors take
-            memory too, so less swapping may fit where more does not.
-        prefetch: prefetch windows to try, in largest layers. Empty: the engine's own. With a chosen window at most
-            twice that size is prefetched, which helps if memory is short in backward and hurts if the link is busy
-            there. A pipeline skips such passes, because its next backward may be of another chunk.
-        near: the search stops behind the pass, if the step time is at most this multiple of the lower bound.
-        corrects_host: correct the program where the device waits longer for the host than it assumes. It lets the host
-            make up in late layers for what it is behind in early ones. Skipped where the host's time does not count.
-    """
-
+    # Fraction of the program's windows. Smaller windows make the program swap less. Prefetched tensors take memory too,
+    # so less swapping may fit where more does not.
     window: float
+    # Prefetch windows to try, in largest layers; empty for the engine's own. At most twice a chosen window is
+    # prefetched. That helps if memory is short in backward, and hurts if the link is busy there. A pipeline skips such
+    # passes, since its next backward may be of another chunk.
     prefetch: tuple[float, ...]
-    near: float
+    near: float  # the search stops behind the pass if the step time is at most this multiple of the lower bound
+    # Correct the program where the device waits longer for the host than the program assumes: it lets the host make up
+    # in late layers for delays in early layers. Skipped if the host's time does not count.
     corrects_host: bool = False
 
 
@@ -82,14 +68,11 @@ PASSES = (
 
 @dataclass(frozen=True)
 class Solution:
-    """Plans that fit, the fastest first, each with its prediction.
-
-    ``lower_bound_ms``: in this model no plan has a shorter step within the budget, less the memory that is left free.
-    """
+    """Plans that fit, the fastest first, each with its prediction."""
 
     plans: tuple[Plan, ...]
     predictions: tuple[Prediction, ...]
-    lower_bound_ms: float
+    lower_bound_ms: float  # in this model no plan has a shorter step within the budget, less the reserve
 
     @property
     def plan(self) -> Plan:
@@ -100,18 +83,16 @@ class Solution:
         return self.predictions[0]
 
 
+# Groups of layers with equal plans: layer numbers, class, action of each site, sections.
 Assignment = tuple[tuple[tuple[int, ...], LayerClass, tuple[tuple[str, str], ...], tuple[str, ...]], ...]
-"""Groups of layers with equal plans: layer numbers, class, action of each site, sections."""
 
 
 def solve(profile: Profile, budget_gib: float, max_plans: int = 3, reserve_gib: float | None = None) -> Solution:
-    """Plan ``profile`` within ``budget_gib``, less a reserve for fragmentation: the largest one with which a plan fits.
+    """Plan ``profile`` within ``budget_gib``, less the largest reserve for fragmentation with which a plan fits.
 
     Args:
-        profile: the step to plan.
         budget_gib: memory that the device may reserve.
-        max_plans: most plans to return.
-        reserve_gib: the reserve, if training has shown how much is needed; below 0 if a plan held less than predicted.
+        reserve_gib: the reserve, if training has shown it; below 0 if a plan held less than predicted.
 
     Raises:
         Infeasible: no plan fits. Names the smallest feasible budget, and changes that lower it.
@@ -146,11 +127,9 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3, reserve_gib: 
 def _for_any_host(
     profile: Profile, budget_gib: float, fitting: Sequence[tuple[Plan, Prediction]]
 ) -> list[tuple[Plan, Prediction]]:
-    """Return plans by their step time where the host is busy in half of the steps, the shortest first.
-
-    A profile has the least time of the host. Plans for that time alone make most steps wait. Plans for a busy host are
-    added to those of ``fitting`` where these would wait for one.
-    """
+    """Return plans by their step time where the host is busy in half of the steps, the shortest first."""
+    # A profile has the least time of the host. Plans for that time alone make most steps wait, so plans for a busy host
+    # are added if the best plan would wait for such a host.
     busy = replace(profile, layers=tuple(replace(one, host_ms=BUSY_HOST * one.host_ms) for one in profile.layers))
     plan, prediction = fitting[0]
     if simulate(busy, plan).step_ms > SAME * prediction.step_ms:
@@ -162,16 +141,14 @@ def _for_any_host(
 
 
 def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
-    """Return the fastest plan for each of ``num_points`` budgets, from the smallest feasible one to keeping everything.
-
-    More memory is never slower, because a plan that fits a smaller budget is used again for a larger one.
-    """
+    """Return the fastest plans for ``num_points`` budgets, from the smallest feasible one to keeping everything."""
     smallest = smallest_budget(profile)
     most = simulate(profile, empty_plan(profile)).peak_gib + profile.reserves_gib[-1]
     points: list[Solution] = []
     for i in range(num_points):
         budget_gib = smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB
         point = solve(profile, budget_gib, 1)
+        # A plan that fits a smaller budget fits this one, so more memory is never slower.
         if points and points[-1].prediction.step_ms < point.prediction.step_ms:
             cheaper = points[-1]
             bound = min(point.lower_bound_ms, cheaper.prediction.step_ms)
@@ -199,24 +176,21 @@ def empty_plan(profile: Profile) -> Plan:
 
 
 def whole_layers(profile: Profile, budget_gib: float) -> Plan | None:
-    """Return the plan that swaps layer inputs and recomputes all layers; ``None``: it may exceed ``budget_gib``."""
+    """Return the plan that swaps layer inputs and recomputes all layers; ``None`` if it may exceed ``budget_gib``."""
     blocks = Program(profile).blocks
     plan = _to_plan(profile, _arrange(blocks, _recompute_most(blocks, swap_inputs=True), "recompute last"))
     return plan if simulate(profile, plan).peak_gib <= budget_gib - profile.reserve_gib else None
 
 
 class _Search:
-    """The simulated plans of one profile. Each plan is simulated once.
-
-    Attributes:
-        waits: the device may wait for the host.
-    """
+    """The simulated plans of one profile. Each plan is simulated once."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._program = Program(profile)
         self._found: dict[tuple[Assignment, float | None], tuple[Plan, Prediction]] = {}
         self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
+        # Whether the device may wait for the host.
         self.waits = profile.pipeline.size == 1 and any(entry.host_ms for entry in profile.layers)
         self._orders: tuple[Order, ...] = ("recompute last", "recompute first", *(("spread",) if self.waits else ()))
 
@@ -230,18 +204,17 @@ class _Search:
         return sorted(fitting, key=lambda pair: (round(pair[1].step_ms, 3), pair[1].host_gib, pair[1].peak_gib))
 
     def kept(self) -> Prediction:
-        """Return the prediction for keeping everything."""
         (kept,) = self._simulate(self._nothing, ("recompute last",))
         return kept
 
     def run(self, budget_gib: float, passes: Sequence[Pass] = PASSES) -> float:
-        """Simulate plans for ``budget_gib``. Return the lower bound in ms; infinite: nothing can fit."""
+        """Simulate plans for ``budget_gib``. Return the lower bound in ms; infinite if nothing can fit."""
         profile, kept = self._profile, self.kept()
         if kept.peak_gib <= budget_gib or not self._program.blocks:  # without layers there is no other plan
             return kept.step_ms
         first = self._program.solve(budget_gib, profile.host_gib, bound_windows(profile))
         if first is None:
-            self.simulate_smallest()  # the program counts some bytes that the simulator does not
+            self.simulate_smallest()  # the program counts bytes that the simulator does not
             return float("inf")
         windows = search_windows(profile)
         for one in passes:
@@ -259,9 +232,9 @@ class _Search:
     def _refine(self, budget_gib: float, windows: Windows, of_pass: Pass) -> None:
         """Repeat: solve the program, simulate its plan, and correct the program where it was too optimistic.
 
-        If the plan exceeds a memory budget, the program's budget shrinks. If copies stall more than the program
-        assumed, its windows shrink by the difference; if the device waits longer for the host, the host must be earlier
-        by the difference. That may be too much, because the plan changes with it. Then all three are bisected.
+        A plan over a memory budget shrinks the program's budget. Copies that stall longer than assumed narrow its
+        windows by the difference, and so do waits for the host. The plan changes with each correction, so that one may
+        be too much. Then windows are bisected.
         """
         profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
         tighter_gib = TIGHTER_GIB
@@ -293,7 +266,7 @@ class _Search:
             if too_wide is None:
                 return
             if wide_enough is None:
-                # What the host was earlier than it must be has to go first.
+                # The host's lead must go first.
                 early_ms = host_more - min(0.0, answer.host_exposed_ms) if host_more >= NEAR_MS else 0.0
                 windows = Windows(
                     _narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more),
@@ -347,10 +320,10 @@ def _middle(wide_ms: float | None, narrow_ms: float | None) -> float | None:
 
 
 def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], order: Order) -> Assignment:
-    """Choose layers for the counts: the earliest ones swap; the last ones, or the first free ones, recompute.
+    """Choose layers for the counts: the earliest layers swap; the last, or the first free layers, recompute.
 
-    ``spread``: the last ones recompute, and each site is swapped in the earliest layers in which the device need not
-    wait for the host, if there are as many.
+    With ``spread`` the last layers recompute, and each site is swapped in the earliest layers without a wait for the
+    host.
     """
     of_layer: dict[int, tuple[LayerClass, dict[str, str], list[str]]] = {}
     for block, counts in zip(blocks, answer, strict=True):
@@ -387,9 +360,7 @@ def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], order: Order) ->
 
 
 def _spread(swapped: Mapping[str, int], of_layer: Mapping[int, tuple[LayerClass, dict[str, str], list[str]]]) -> None:
-    """Swap each site in as many layers as ``swapped`` says: in the earliest ones in which the device need not wait for
-    the host, then in those in which it waits least. ``of_layer``: the layers that may swap, with what they recompute.
-    """
+    """Swap each site in ``swapped[site]`` of the layers, which may swap: those with the shortest wait for the host."""
 
     def wait_ms(layer: int, more: str) -> float:
         entry, chosen, sections = of_layer[layer]
@@ -430,7 +401,7 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
 
 
 def _window_gib(plan: Plan, fraction: float) -> float | None:
-    """Return ``fraction`` of what the largest layer swaps, in GiB; ``None``: no layer swaps."""
+    """Return ``fraction`` of the largest layer's swapped GiB; ``None`` if no layer swaps."""
     swapped = [
         sum(site.mib or 0.0 for site in entry.sites.values() if site.action == "swap") for entry in plan.classes
     ]  # fmt: skip
@@ -445,10 +416,8 @@ def _is_implied_by_sites(entry: LayerClass, part: Section) -> bool:
 
 
 def _recompute_most(blocks: Sequence[Block], swap_inputs: bool = False) -> list[Counts]:
-    """Return counts in which every layer recomputes its largest section, and keeps or swaps the section's inputs.
-
-    Swapping the inputs takes a prefetch window at the loss, so that keeping them may need less memory.
-    """
+    """Return counts in which every layer recomputes its largest section, and keeps or swaps the section's inputs."""
+    # Swapped inputs take a prefetch window at the loss, so kept inputs may need less memory.
     most = []
     for block in blocks:
         widest = max(block.sections, key=lambda part: sum(site.mib for site in block.freed(part)), default=None)
@@ -481,9 +450,6 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
 
 
 def written_budget(smallest_gib: float) -> str:
-    """Format the smallest feasible budget for a user who gives it to the next run, in plain decimals.
-
-    It is rounded up to four digits, with a margin: two runs do not measure the same to the byte.
-    """
+    """Format the smallest feasible budget for a user who gives it to the next run: plain decimals, rounded up."""
     digits = Context(prec=4, rounding=ROUND_CEILING)
     return format(digits.create_decimal_from_float(SMALLEST_MARGIN * smallest_gib), "f")

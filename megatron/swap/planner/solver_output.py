@@ -1,10 +1,7 @@
-"""Keeps what HiGHS prints unasked from users.
+"""Drops the lines that HiGHS prints unasked.
 
-Some of its versions print a line of its developers to C's standard output, whatever its options (HiGHS.jl issue 312;
-scipy 1.18.1 has such a version): dozens of times amid a plan, or in a file that a plan is piped to.
-
-No descriptor of the process is moved: other threads print and start programs meanwhile. Instead C's variable ``stdout``
-points to memory while a program is solved; glibc lets programs assign it. Other C libraries print such lines.
+Some versions print a line of their developers to C's standard output, dozens of times a plan, whatever the options
+(HiGHS.jl issue 312; scipy 1.18.1 has such a version).
 """
 
 from __future__ import annotations
@@ -23,12 +20,14 @@ _solving = threading.Lock()
 
 @contextmanager
 def without_solver_lines() -> Iterator[None]:
-    """Drop such lines. What other C code prints meanwhile appears at the end. One thread at a time solves."""
+    """Drop such lines. Lines of other C code appear at the end. One thread at a time solves."""
     if platform.libc_ver()[0] != "glibc":
         yield
         return
     libc, memory = ctypes.CDLL(None), _memory()
     with _solving:
+        # Other threads print and start programs meanwhile, so no descriptor of the process is moved. Instead C's
+        # variable `stdout`, which glibc lets programs assign, points to memory.
         stdout = ctypes.c_void_p.in_dll(libc, "stdout")
         before = stdout.value
         stdout.value = memory.file
@@ -52,7 +51,7 @@ class _Memory:
             raise MemoryError
 
     def take(self) -> bytes:
-        """Return what was printed since the last call."""
+        """Return the bytes printed since the last call."""
         file = ctypes.c_void_p(self.file)
         self._libc.flockfile(file)
         try:

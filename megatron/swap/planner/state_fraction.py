@@ -1,4 +1,4 @@
-"""Chooses the fraction of optimizer state to offload: it frees memory for activations but lengthens the step."""
+"""Chooses the fraction of optimizer state to offload, which frees memory for activations and lengthens the step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB
-from megatron.swap.planner.profile import BUCKETS_GIB, Link, OffloadedState, Profile, sha256
+from megatron.swap.planner.profile import BUCKETS_GIB, OffloadedState, Profile, sha256
 from megatron.swap.planner.simulate import MIB_PER_GIB
 from megatron.swap.planner.solve import Solution, solve
 
-STEPS = 16
-"""Number of steps of the search: fractions are multiples of 1/16 of the maximum."""
+STEPS = 16  # of the search: fractions are multiples of 1/16 of the maximum
 
 
 def solve_fractions(
@@ -19,12 +18,8 @@ def solve_fractions(
 ) -> Solution:
     """Solve as ``solve`` does, and choose ``Plan.offload_fraction`` if the planner decides on optimizer state.
 
-    As more state is offloaded, the best step time first falls, because activations get the memory, and then grows with
-    the copies. So the search descends from the maximum in ever smaller steps. The lower bound is the least of all
-    fractions that were tried.
-
-    Raises:
-        Infeasible: no plan fits, neither with the maximum offloaded nor with nothing.
+    The lower bound is the least of all fractions that were tried. Raises ``Infeasible`` if no plan fits, neither with
+    the maximum offloaded nor with nothing.
     """
     state = profile.offloaded_state
     if state is None or not state.fraction:
@@ -46,6 +41,8 @@ def solve_fractions(
         solution = found[step]
         return float("inf") if solution is None else round(solution.prediction.step_ms, 3)
 
+    # As more state is offloaded, the best step time first falls, since activations get the memory, and then grows with
+    # the copies. So the search descends from the maximum in ever smaller steps.
     best, stride = STEPS, STEPS // 2
     while stride:
         near = [step for step in (best - stride, best + stride) if 0 <= step <= STEPS]
@@ -61,29 +58,28 @@ def solve_fractions(
 
 
 def with_fraction(profile: Profile, fraction: float) -> Profile:
-    """Return ``profile`` as if ``fraction`` of the optimizer's state was offloaded.
-
-    In a profile by arithmetic activations get the host memory that less state leaves. A run that was measured has
-    reserved it already.
-
-    Copies to the host take the time of one direction, since copies back overlap with them. Beside the next forward
-    they gain nothing: in all measured runs each offloaded GiB lengthened the step by its copy (docs/dev/planner.md).
-    For offloaded state the copies, the optimizer's kernels and the disk overlap, so the slowest counts. Kernels for
-    state on the device do not overlap, nor does a second copy for parameters in 8 bits.
-    """
-    state = _state_of(profile)
+    """Return ``profile`` as if ``fraction`` of the optimizer's state was offloaded."""
+    state = profile.offloaded_state
+    assert state is not None, "the planner does not decide on optimizer state"
     other = state.with_fraction(fraction)
     update_ms, measured_fraction = state.update_ms, state.fraction
-    copied_ms = _both_ways_ms(profile.link, state.state_gib * measured_fraction)
+    # Of offloaded state the copies, the optimizer's kernels and the disk overlap, so the slowest counts. Kernels for
+    # state on the device do not overlap, nor does a second copy for parameters in 8 bits.
+    slower_gb_s = min(profile.link.d2h_beside_h2d_gb_s, profile.link.h2d_beside_d2h_gb_s)
+    copied_ms = state.state_gib * measured_fraction * GIB / (slower_gb_s * 1e6)
     measured_ms = (1 - measured_fraction) * update_ms + max(measured_fraction * update_ms, copied_ms, state.disk_ms)
     requantized_ms = state.requantized_gib * MIB_PER_GIB * profile.in_ms_per_mib
     measured_ms += measured_fraction * requantized_ms
     optimizer_ms = max(0.0, profile.non_layer.optimizer_ms - measured_ms)
+    # Offloads take the time of one direction, since reloads overlap with them. Beside the next forward they gain
+    # nothing: in all measured runs each offloaded GiB lengthened the step by its copy (docs/dev/planner.md).
     copy_ms = _offload_ms(profile, state, fraction)
     buckets_gib = 0.0 if fraction or not measured_fraction else BUCKETS_GIB
     optimizer_ms += (1 - fraction) * update_ms + max(fraction * update_ms, copy_ms, other.disk_ms)
     optimizer_ms += fraction * requantized_ms
     host_gib = profile.host_gib
+    # In a profile by arithmetic activations get the host memory that less state leaves. A measured run has reserved
+    # that memory already.
     if host_gib is not None and profile.allocator_gib is None:
         host_gib += (state.fraction - fraction) * state.state_gib - (state.disk_gib - other.disk_gib)
     return replace(
@@ -99,11 +95,7 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
 def _without_buckets(
     profile: Profile, budget_gib: float, max_plans: int, reserve_gib: float | None, error: Infeasible
 ) -> Solution:
-    """Return the best plans that offload no state, after the maximum did not fit: its buckets may leave larger gaps.
-
-    Raises:
-        Infeasible: the one with the smaller budget.
-    """
+    """Return the best plans that offload no state, after the maximum did not fit: its buckets may leave larger gaps."""
     try:
         solution = _at(profile, 0.0, budget_gib, max_plans, reserve_gib)
     except Infeasible as other:
@@ -125,26 +117,15 @@ def _named(profile: Profile, solution: Solution, bound_ms: float) -> Solution:
 def _at(
     profile: Profile, fraction: float, budget_gib: float, max_plans: int, reserve_gib: float | None
 ) -> Solution:
-    """Return the best plans with ``fraction`` offloaded."""
     solution = solve(with_fraction(profile, fraction), budget_gib, max_plans, reserve_gib)
     plans = tuple(replace(plan, offload_fraction=fraction) for plan in solution.plans)
     return replace(solution, plans=plans)
 
 
 def copies_ms(profile: Profile) -> float:
-    """Return the time that copies of the offloaded state take in a step, in ms: of the link or the disk."""
+    """Return the ms that copies of the offloaded state take in a step, on the link or the disk."""
     state = profile.offloaded_state
     return 0.0 if state is None else max(_offload_ms(profile, state, state.fraction), state.disk_ms)
-
-
-def _state_of(profile: Profile) -> OffloadedState:
-    assert profile.offloaded_state is not None, "the planner does not decide on optimizer state"
-    return profile.offloaded_state
-
-
-def _both_ways_ms(link: Link, gib: float) -> float:
-    """Return the time of ``gib`` on the slower direction while both are busy, in ms."""
-    return gib * GIB / (min(link.d2h_beside_h2d_gb_s, link.h2d_beside_d2h_gb_s) * 1e6)
 
 
 def _offload_ms(profile: Profile, state: OffloadedState, fraction: float) -> float:
