@@ -1,7 +1,7 @@
 """Autocast to bf16, as on a GPU, of tensors on the meta device, which PyTorch's own autocast leaves alone.
 
-It is a layer of the dispatcher above autograd, as PyTorch's is, and casts the same operators. A checkpoint that
-recomputes in backward knows nothing of it, so it stays on through backward, and casts what runs with gradients there.
+A layer of the dispatcher above autograd casts the same operators as PyTorch's. A checkpoint that recomputes in backward
+does not know the layer, so it stays on through backward, and casts operators that run with gradients there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from megatron.swap.engine.overrides import in_backward
 
+# Operators by the type that autocast gives them on CUDA (pytorch.org, "Automatic Mixed Precision package").
 IN_16_BITS = [
     "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul", "mm", "mv", "prelu",
@@ -28,9 +29,8 @@ IN_SINGLE_PRECISION = [
     "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softplus", "sum", "tan",
     "triplet_margin_loss",
 ]  # fmt: skip
-"""Operators by the type that autocast gives them on CUDA (pytorch.org, "Automatic Mixed Precision package")."""
+# A place in the dispatcher for the autocast of a device that PyTorch does not have. Nothing else uses the place here.
 KEY_NAME = "AutocastPrivateUse1"
-"""A place in the dispatcher for the autocast of a device that PyTorch does not have: nobody else uses it here."""
 KEY = getattr(torch._C.DispatchKey, KEY_NAME)
 
 
@@ -49,7 +49,7 @@ class DryAutocast:
         for names, dtype in ((IN_16_BITS, torch.bfloat16), (IN_SINGLE_PRECISION, torch.float32)):
             for operator in _overloads(names):
                 operators.impl(operator, self._casting(operator, dtype), KEY_NAME)
-        torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, False)  # as every autocast is, while it is off
+        torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, False)  # every autocast is excluded while it is off
         try:
             with torch._C._IncludeDispatchKeyGuard(KEY):
                 yield
@@ -90,7 +90,7 @@ class DryAutocast:
 
 
 def _overloads(names: list[str]) -> Iterator[Any]:
-    """Yield the overloads of operators, except those with results to write to, and with names of dimensions."""
+    """Yield overloads of operators, without those that write into a given result, or take names of dimensions."""
     for packet in (getattr(torch.ops.aten, name) for name in names):
         for operator in (getattr(packet, name) for name in packet.overloads()):
             given = operator._schema.arguments

@@ -1,4 +1,4 @@
-"""Reads the config file of a transformers model. What it says of code and files stays out: it comes from anybody."""
+"""Reads the config file of a transformers model. Names of code and files stay out: the file comes from anybody."""
 
 from __future__ import annotations
 
@@ -12,26 +12,21 @@ from megatron.swap.common.printable import in_one_line
 from megatron.swap.common.records import read_text
 from megatron.swap.common.types import UsageError
 
+# Keys that are left out, at any depth: the code that builds the model, the question that transformers would ask, and
+# the type of its results.
 NOT_OF_THE_MODEL = ("auto_map", "trust_remote_code", "return_dict")
-"""Keys that are left out, at any depth: whose code builds the model, for which transformers would ask, and the type
-of what it returns."""
+# Ends of keys, with the values that need no code beside transformers and torch.
 IMPLEMENTATIONS = {
     "attn_implementation": (None, "eager", "sdpa"),
     "experts_implementation": (None, "eager", "grouped_mm", "batched_mm"),
 }
-"""Ends of keys, with those of their values that need no code beside transformers and torch."""
 QUANTIZED = ("quantization_config", "compression_config")
-COUNTS = re.compile("layer|expert|head|label|block")
-"""Found in the names of keys that say how many parts a model has."""
+COUNTS = re.compile("layer|expert|head|label|block")  # in the names of keys with a number of parts
 MOST_PARTS = 100_000
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return what ``path``, a config.json or its folder, says of a model.
-
-    Raises:
-        UsageError: it is no such file, or has a key that needs code from elsewhere, or too large a number.
-    """
+    """Return the config of a model in ``path``, a config.json or its folder, or raise a ``UsageError``."""
     try:
         file = path / "config.json" if path.is_dir() else path
         found = json.loads(read_text(file), parse_constant=_constant)

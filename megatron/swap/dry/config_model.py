@@ -24,30 +24,24 @@ from megatron.swap.dry.config_file import read_config
 
 CHECKPOINT_CALL = "model.gradient_checkpointing_enable()"
 META = torch.device("meta")
-MOST_MODULES = 100_000
-"""Modules of the largest model that is built: 61 layers of 257 experts with five modules each have 78,000."""
+MOST_MODULES = 100_000  # of a model: 61 layers of 257 experts with five modules each have 78,000
+# `Trainer` asks for the loss's value in each step, so the GPU waits for the host, which clips gradients, updates the
+# weights and begins the next step. For 399 weights on an H200's host: 114 ms between backward and forward, with kernels
+# of 94 ms (docs/results/h200-trainer.json).
 IDLE_MS = 0.05
-"""``Trainer`` asks for the loss's value in each step. So the GPU waits for the host, which clips gradients, updates the
-weights and begins the next step: 114 ms between backward and forward, with kernels of 94, for 399 weights on an H200's
-host (docs/results/h200-trainer.json)."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained.
-
-    Attributes:
-        weights: ``bf16``, or ``mixed``: weights in single precision, under autocast to bf16.
-        optimizer: ``adamw``: torch's, with its defaults; ``adamw-fused``: with ``fused=True``, behind clipping of the
-            gradients' norm, as in ``Trainer``; ``none``: forward and backward alone.
-        loss_chunk_tokens: tokens whose logits exist at a time, which backward computes again; ``None``: all, by the
-            model's own loss.
-    """
+    """The way in which a model is trained."""
 
     seq_length: int
     micro_batch_size: int = 1
-    weights: Literal["bf16", "mixed"] = "bf16"
+    weights: Literal["bf16", "mixed"] = "bf16"  # "mixed": in single precision, under autocast to bf16
+    # "adamw": torch's, with its defaults. "adamw-fused": with fused=True, behind clipping, as in `Trainer`. "none":
+    # forward and backward alone.
     optimizer: Literal["adamw", "adamw-fused", "none"] = "adamw"
+    # Tokens whose logits exist at a time; backward computes them again. None for all, by the model's own loss.
     loss_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,25 +51,23 @@ class Training:
                 raise UsageError(f"--{name.replace('_', '-')} {given}: must be at least 1.")
 
     def idle_ms(self, model: nn.Module) -> float:
-        """Return the milliseconds for which the GPU waits for the host between the steps of ``Trainer``."""
+        """Return the milliseconds that the GPU waits for the host between the steps of ``Trainer``."""
         return IDLE_MS * len(list(model.parameters())) if self.optimizer == "adamw-fused" else 0.0
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.seq_length * self.micro_batch_size
 
 
 def model_of(path: Path, training: Training) -> Any:
     """Return the causal language model that ``path``, a config.json or its folder, describes, without weights.
 
-    Raises:
-        UsageError: transformers is missing, the file describes no such model, or its sequences are shorter.
+    Raises a ``UsageError`` if transformers is missing, the file describes no such model, or its sequences are shorter.
     """
     found = read_config(path)
     try:
         import transformers
-    except Exception as error:  # what else is missing or broken, its packages say in any way
+    except Exception as error:  # a broken package may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
             raise UsageError(
                 "--hf: transformers builds the model, and is missing: pip install transformers."
@@ -107,10 +99,10 @@ def model_of(path: Path, training: Training) -> Any:
                              "Give at most that many tokens, or raise it in the config.")  # fmt: skip
         with META, _of_bounded_size(path):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-        vars(model.config)["pad_token_id"] = None  # no token is padding: else some models look whether tokens are
+        vars(model.config)["pad_token_id"] = None  # no token is padding; some models would look at the tokens
     except UsageError:
         raise
-    except Exception as error:  # what a model refuses in its config, it says in any way
+    except Exception as error:  # a model may refuse its config with anything
         raise UsageError(
             f"--hf {path}: transformers cannot build the model ({in_one_line(error)}). Correct the config."
         ) from error
@@ -119,13 +111,13 @@ def model_of(path: Path, training: Training) -> Any:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Return a context in which transformers, if it is imported there, downloads nothing, and says nothing."""
+    """Return a context in which transformers, if it is imported there, downloads nothing and prints nothing."""
     settings = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "0", "TRANSFORMERS_VERBOSITY": "critical"}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     logger = logging.getLogger("transformers")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # for one that was imported before
+    logger.setLevel(logging.CRITICAL)  # if it was imported before
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -140,7 +132,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def _of_bounded_size(path: Path) -> Iterator[None]:
-    """Return a context in which a model of more than ``MOST_MODULES`` modules is refused while it is built."""
+    """Return a context in which a model of more than ``MOST_MODULES`` modules is refused as it is built."""
     num_modules = 0
 
     def count(module: nn.Module, name: str, part: nn.Module | None) -> None:
@@ -157,22 +149,17 @@ def _of_bounded_size(path: Path) -> Iterator[None]:
 
 
 def swapped_part(model: Any, training: Training) -> tuple[nn.Module, str]:
-    """Return the module to give to ``swap.activations``, and its name in a script that calls the model ``model``.
-
-    With a loss in chunks the script calls the model without its head.
-    """
+    """Return the module to give to ``swap.activations``, and its name in a script that calls the model ``model``."""
     if training.loss_chunk_tokens is None:
         return model, "model"
+    # With a loss in chunks the script calls the model without its head.
     return model.base_model, f"model.{model.base_model_prefix}"
 
 
 def step_of(model: Any, training: Training) -> Callable[[], None]:
     """Begin a training of ``model``, without gradients and optimizer state, and return its step.
 
-    Its end frees the gradients, as ``zero_grad()`` does by default. Without an optimizer they stay allocated.
-
-    Raises:
-        UsageError: the loss is to be computed in chunks, and the model has no output layer.
+    Raises a ``UsageError`` if the loss is to be computed in chunks and the model has no output layer.
     """
     tokens = torch.empty((training.micro_batch_size, training.seq_length), dtype=torch.long, device=META)
     chunk, head = training.loss_chunk_tokens, model.get_output_embeddings()
@@ -199,7 +186,7 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
             with autocast.forward():
                 loss, logits = forward()
             if logits is not None:
-                logits = logits.float()  # accelerate converts what a model returns
+                logits = logits.float()  # accelerate converts a model's results
                 del logits
             loss.backward()
 
@@ -207,21 +194,18 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
         backward()
         if update is not None:
             update()
+        # The end of a step frees the gradients, as zero_grad() does by default. Without an optimizer they stay.
         model.zero_grad(set_to_none=update is not None)
 
     return step
 
 
 def _foreach_adamw(parameters: list[nn.Parameter]) -> Callable[[], object]:
-    """Return the step of torch's AdamW with ``foreach``, which it chooses on a GPU."""
-    return torch.optim.AdamW(parameters, foreach=True).step
+    return torch.optim.AdamW(parameters, foreach=True).step  # which torch chooses on a GPU
 
 
 def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
-    """Return the step of torch's AdamW with ``fused``, behind clipping. Torch refuses both on the meta device.
-
-    The first step makes the state, among the gradients.
-    """
+    """Return the step of torch's AdamW with ``fused``, behind clipping. Torch refuses both on the meta device."""
     states: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     @torch.no_grad()
@@ -230,7 +214,7 @@ def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
         gradients = [one.grad for one in trained if one.grad is not None]
         _clip(gradients)
         for one in trained:
-            if one not in states:
+            if one not in states:  # the first step makes the state, among the gradients
                 states[one] = torch.zeros((), device=META), torch.zeros_like(one), torch.zeros_like(one)
         steps, first, second = (list(each) for each in zip(*(states[one] for one in trained), strict=True))
         weights: list[torch.Tensor] = list(trained)
@@ -243,7 +227,7 @@ def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def _clip(gradients: list[torch.Tensor]) -> None:
-    """Scale ``gradients`` by what follows from their norm, as ``torch.nn.utils.clip_grad_norm_`` does on a GPU."""
+    """Scale ``gradients`` by their norm, as ``torch.nn.utils.clip_grad_norm_`` does on a GPU."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2)))
     torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
 
@@ -262,7 +246,7 @@ def _loss_in_chunks(head: nn.Module, hidden: torch.Tensor, tokens: torch.Tensor,
 def checkpointed(model: Any) -> Iterator[None]:
     """Return a context in which ``model`` checkpoints its layers, as ``CHECKPOINT_CALL`` does."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of its new name in version 6
+        warnings.simplefilter("ignore", FutureWarning)  # the function has a new name in version 6
         model.gradient_checkpointing_enable({"use_reentrant": False})
         try:
             yield

@@ -1,7 +1,6 @@
 """Prices of PyTorch's operators on a GPU: time by FLOPs and bytes, and workspace, from the figures of the GPU.
 
-An operator that multiplies matrices takes its FLOPs or its bytes, whichever is longer; any other one its bytes. Shapes
-are enough, so the tensors may be on the meta device.
+Shapes are enough, so the tensors may be on the meta device.
 """
 
 from __future__ import annotations
@@ -19,57 +18,53 @@ from megatron.swap.forecast.attention import BACKWARD_FLOPS
 from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.operators.kinds import tensors_in
 
-LEAST_MS = 0.005
-"""Least time of an operator, that of launching it: assumed."""
+LEAST_MS = 0.005  # of an operator, for its launch: assumed
+# The host's time for an operator of forward, a view too. Profiles on hosts of H200s have 1.0 to 1.3 ms for the 90
+# operators of a Qwen3 layer (docs/results/any-model/profile-29.439.json: 1.11), and up to 2.1 on a busy host.
 HOST_MS = 0.012
-"""The host's time for an operator of forward, a view too. Profiles on hosts of H200s have 1.0 to 1.3 ms for the 90 of a
-Qwen3 layer (docs/results/any-model/profile-29.439.json: 1.11), and up to 2.1 on a busy host."""
+# Speeds of kernels over `Gpu.tflops`, `memory_gb_s` and `optimizer_gb_s`, which are those of Megatron's layers and
+# optimizer, the time between kernels included. Four traced steps on one H200, of 4k, 8k and 16k tokens: products 1.11
+# to 1.19 (757 to 810 TFLOP/s); others 0.84 to 0.90, since many are strided; fused AdamW with clipping 1.69
+# (docs/results: h200-trainer.json, and `kernels` in h200-any-model-calls.json).
 LINEAR_SPEED, MEMORY_SPEED, OPTIMIZER_SPEED = 1.11, 0.88, 1.69
-"""Speeds of kernels over ``Gpu.tflops``, ``memory_gb_s`` and ``optimizer_gb_s``, which are those of Megatron's layers
-and of its optimizer, with all that runs between kernels. Four traced steps on one H200, of 4k, 8k and 16k tokens:
-products 1.11 to 1.19 (757 to 810 TFLOP/s), others 0.84 to 0.90, since many are strided, and fused AdamW with clipping
-1.69 (docs/results: h200-trainer.json, and `kernels` in h200-any-model-calls.json)."""
-SINGLE_PRECISION = 15
-"""How much longer products in single precision take than in 16 bits: the ratio of the data sheets of A100 and H100."""
+SINGLE_PRECISION = 15  # times as long as products in 16 bits, by the data sheets of A100 and H100
 
 aten = torch.ops.aten
-ALLOCATING = {
+ALLOCATING = {  # only allocate
     aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided,
 }  # fmt: skip
-"""Operators that only allocate."""
+# Of their first tensor these read as much as they write.
 GATHERING = {aten.embedding, aten.index, aten.index_select, aten.gather}
-"""Operators that read as much of their first tensor as they write."""
+# These do not read their first argument, which they change.
 OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
-"""Operators that do not read the first argument, which they change."""
+# Most tokens whose embedding's backward adds gradients without a sort. With more tokens it first makes rows in single
+# precision: one for each token, and one for each MOST_ADDED tokens, since it adds no more at once.
 MOST_UNSORTED = 3072
-"""Most tokens whose embedding's backward adds gradients without sorting them. With more it first makes rows in single
-precision: one for each token, and one for each ``MOST_ADDED``, since it adds no more at once."""
 MOST_ADDED = 10
+# Fused attention, with the position of the argument `is_causal`.
 FORWARD_ATTENTION = {aten._scaled_dot_product_flash_attention: 4, aten._scaled_dot_product_efficient_attention: 6}
 BACKWARD_ATTENTION = {
     aten._scaled_dot_product_flash_attention_backward: 11, aten._scaled_dot_product_efficient_attention_backward: 11
 }  # fmt: skip
-"""Fused attention, with the position of the argument ``is_causal``."""
+# Threads of a warp, of a block of a sum, and of a multiprocessor at once; multiprocessors of Hopper.
 WARP, MOST_THREADS, MOST_RESIDENT, NUM_PROCESSORS = 32, 512, 2048, 132
-"""Threads of a warp, of a block of a sum, and of those that a multiprocessor has at once; multiprocessors of Hopper."""
-LEAST_VALUES, MOST_VALUES = 16, 256
-"""Numbers that a thread of a sum adds, if there are enough."""
+LEAST_VALUES, MOST_VALUES = 16, 256  # that a thread of a sum adds, if there are enough
 GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """``workspace_bytes``: blocks of memory that the operator takes while it runs, besides what it returns."""
+    """Cost of an operator."""
 
     ms: float
-    workspace_bytes: tuple[int, ...] = ()
+    workspace_bytes: tuple[int, ...] = ()  # blocks that it takes while it runs, beside its results
 
 
 FREE = Cost(0.0)
 
 
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, gpu: Gpu) -> Cost:
-    """Return what ``func(*args, **kwargs)``, an operator that has returned ``result``, costs on ``gpu``."""
+    """Return the cost on ``gpu`` of the operator ``func(*args, **kwargs)``, which has returned ``result``."""
     packet = func.overloadpacket
     inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(result))
     is_mutable = func._schema.is_mutable
@@ -96,6 +91,7 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         workspace = (4 * (args[1].numel() + args[1].numel() // MOST_ADDED) * args[0].shape[-1],)
     elif packet is aten.sum:
         workspace = _sum_workspace(*args[:2])
+    # An operator that multiplies matrices takes its FLOPs or its bytes, whichever is longer; all others their bytes.
     return Cost(max(product_ms, num_bytes / (speed * 1e6), LEAST_MS), workspace)
 
 
@@ -114,15 +110,13 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _attention(packet: Any, args: tuple[Any, ...], gpu: Gpu) -> Cost:
-    """Return the cost of fused attention over [batch, heads, tokens, width]. A causal mask halves its products.
-
-    The memory-efficient kernel is taken for as fast as PyTorch's flash attention. cuDNN's is for 16 bits.
-    """
+    """Return the cost of fused attention over [batch, heads, tokens, width]. A causal mask halves its products."""
     is_backward = packet in BACKWARD_ATTENTION
     query, key, value = args[1:4] if is_backward else args[:3]
     position = (BACKWARD_ATTENTION if is_backward else FORWARD_ATTENTION)[packet]
     is_causal = len(args) > position and bool(args[position])
     flops = 2 * prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3]) / (2 if is_causal else 1)
+    # cuDNN's attention is for 16 bits. The memory-efficient kernel counts as fast as PyTorch's flash attention.
     takes_cudnn = query.itemsize == 2 and prefers_cudnn()
     speeds = (1.0, 1.0) if takes_cudnn else gpu.own_flash_speeds
     if not is_backward:
@@ -135,9 +129,9 @@ def _attention(packet: Any, args: tuple[Any, ...], gpu: Gpu) -> Cost:
 
 
 def prefers_cudnn() -> bool:
-    """Whether PyTorch 2.11 takes cuDNN's attention on Hopper, not its own (``transformers/cuda/sdp_utils.cpp``): with
-    cuDNN from 9.15.1 on, unless the environment says otherwise. A build without CUDA stands for one with such a cuDNN.
-    """
+    """Whether PyTorch 2.11 takes cuDNN's attention on Hopper, not its own (``transformers/cuda/sdp_utils.cpp``)."""
+    # It does with cuDNN from 9.15.1 on, unless the environment says otherwise. A build without CUDA stands for a build
+    # with such a cuDNN.
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
     cudnn = getattr(torch._C, "_cudnn", None)  # torch.backends.cudnn.version() raises for an older one than built with
@@ -145,12 +139,10 @@ def prefers_cudnn() -> bool:
 
 
 def _sum_workspace(tensor: torch.Tensor, dims: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the memory in which blocks of threads leave partial sums, in single precision, of a matrix's columns:
-    gradients of biases and of norms' weights. Other sums need hardly any.
-
-    PyTorch splits the rows among as many blocks as fill the GPU. A block has a warp's width, or that of narrow
-    matrices, and each of its threads up to four columns (``aten/src/ATen/native/cuda/Reduce.cuh``).
-    """
+    """Return the blocks for partial sums of a matrix's columns: gradients of biases and of norms' weights."""
+    # PyTorch splits the rows among as many blocks of threads as fill the GPU, and each leaves sums in single precision.
+    # A block has a warp's width, or that of narrow matrices, and each of its threads up to four columns
+    # (aten/src/ATen/native/cuda/Reduce.cuh). Other sums need hardly any memory.
     if not tensor.dim() or not tensor.numel():
         return ()
     places = {dim % tensor.dim() for dim in dims or range(tensor.dim())}

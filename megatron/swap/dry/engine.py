@@ -25,9 +25,9 @@ from megatron.swap.models.plannable import take_over
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.run.build import Machine, build
 
+# GiB of a GPU that CUDA takes. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB
+# (docs/results/h200-trainer.json).
 CONTEXT_GIB = 0.75
-"""Memory of a GPU that CUDA takes. Runs on H200s that died had reserved up to 139.03 of 139.80 GiB
-(docs/results/h200-trainer.json)."""
 
 
 class DrySlot:
@@ -69,7 +69,7 @@ def capacity_gib(gpu: Gpu) -> float:
 def dry_device(model: nn.Module, gpu: Gpu, is_limited: bool = False) -> DryDevice:
     """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it.
 
-    ``is_limited``: it has the memory of ``gpu``, else as much as is asked for.
+    ``is_limited`` if the device has the memory of ``gpu``, and otherwise no limit.
     """
     capacity_bytes = int(capacity_gib(gpu) * GIB) if is_limited else NO_END
     device = DryDevice(gpu.name, expands_segments(), gpu.link_gb_s, gpu.link_both_gb_s, capacity_bytes)

@@ -1,8 +1,4 @@
-"""Runs PyTorch on the dry device: every operator advances its clock, and every new storage counts as its memory.
-
-A dispatch mode sees all operators, those of backward too. Attention and dropout would come in parts, as they are not
-fused on the meta device, so they are replaced.
-"""
+"""Runs PyTorch on the dry device: every operator advances its clock, and every new storage counts as its memory."""
 
 from __future__ import annotations
 
@@ -25,13 +21,11 @@ from megatron.swap.engine.overrides import in_backward
 from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.operators.kinds import PRODUCTS, tensors_in
 
-MOST_KNOWN = 2**22
-"""Elements of the largest tensor whose values are computed."""
-WIDEST_HEAD = 256
-"""Width of the widest head that flash attention takes."""
+MOST_KNOWN = 2**22  # elements of the largest tensor whose values are computed
+WIDEST_HEAD = 256  # of flash attention
+# cuBLAS's workspace on Hopper, which PyTorch's allocator holds. Each thread has a workspace from its first product on:
+# forward's thread, and the thread in which autograd runs backward.
 CUBLAS_BYTES = 32 * MIB
-"""cuBLAS's workspace on Hopper, which PyTorch's allocator holds. Each thread has its own, from its first product on:
-forward's, and the one in which autograd runs backward."""
 META = torch.device("meta")
 aten = torch.ops.aten
 ADD, ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
@@ -39,13 +33,13 @@ ADD, ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
 
 @contextmanager
 def dry_run(device: DryDevice, gpu: Gpu) -> Iterator[None]:
-    """Return a context in which operators on the meta device cost on ``device`` what they cost on ``gpu``."""
+    """Return a context in which operators on the meta device cost on ``device`` as much as on ``gpu``."""
     with _fused_kernels(), _PricedOperators(device, gpu):
         yield
 
 
 class _PricedOperators(TorchDispatchMode):
-    """Prices every operator. Computes those on whole numbers that depend on shapes alone (positions, masks).
+    """Prices every operator, backward's too. Computes integers that depend on shapes alone (positions, masks).
 
     Models ask for such values: whether positions count up, so that attention needs no mask. Values that depend on
     tokens or weights do not exist, and asking for one is an error.
@@ -64,7 +58,7 @@ class _PricedOperators(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is ADD and in_backward() and _is_alike(*args[:2]) and _holders(args[0]) == self._held_alone:
-            func = ADD_IN_PLACE  # autograd adds gradients so, unless there is a mode
+            func = ADD_IN_PLACE  # without a mode autograd adds gradients in place
         kwargs = kwargs or {}
         inputs = list(tensors_in([args, kwargs]))
         if func is aten._local_scalar_dense.default and inputs[0].device == META:
@@ -74,20 +68,19 @@ class _PricedOperators(TorchDispatchMode):
         if seen:
             self._learn(func, args, kwargs, inputs, result)
             cost = cost_of(func, args, kwargs, result, self._gpu)
-            for tensor in seen:  # what was made before the run is seen as an input
+            for tensor in seen:  # tensors made before the run are seen as inputs
                 self._device.hold(tensor.untyped_storage())
             if func.overloadpacket in PRODUCTS and not self._has_workspace[in_backward()]:
                 self._has_workspace[in_backward()] = True
                 self._device.take(CUBLAS_BYTES)
-            # Autograd detaches the outputs that it saves, which operators see only where there is a mode.
+            # Autograd detaches the outputs that it saves. Operators see that only where there is a mode.
             host_ms = 0.0 if in_backward() or func is aten.detach.default else HOST_MS
             self._device.run(cost.ms, cost.workspace_bytes, host_ms)
         return result
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``func(*args, **kwargs)`` returns. PyTorch finds its form in Python, which takes long, so that
-        it is remembered: layers repeat, and steps.
-        """
+        """Return the result of ``func(*args, **kwargs)``."""
+        # PyTorch finds the result's form in Python, which takes long. Layers and steps repeat, so forms are remembered.
         if not _makes_new_tensors(func):
             return func(*args, **kwargs)
         call = func, _described(args), _described(kwargs), torch.get_default_dtype()
@@ -104,10 +97,10 @@ class _PricedOperators(TorchDispatchMode):
     def _learn(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor], result: Any
     ) -> None:
-        """Compute the values of ``result``, if they follow from known ones."""
+        """Compute the values of ``result``, if they follow from known values."""
         if func._schema.is_mutable:
             if any(tensor in self._known for tensor in inputs):
-                self._known.clear()  # views of what was changed are among them
+                self._known.clear()  # views of the changed tensor are among them
             return
         is_whole = isinstance(result, torch.Tensor) and not (result.is_floating_point() or result.is_complex())
         is_random = torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in ALLOCATING
@@ -150,7 +143,7 @@ def _makes_new_tensors(func: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """Return what the form of a result depends on, of an argument: hashable."""
+    """Return the part of an argument that decides the form of a result, hashable."""
     if isinstance(value, torch.Tensor):
         return type(value), value.dtype, value.shape, value.stride(), value.device
     if isinstance(value, (tuple, list)):
@@ -161,10 +154,8 @@ def _described(value: Any) -> Any:
 
 
 def _outcome_of(result: Any, inputs: list[torch.Tensor]) -> _Outcome | None:
-    """Return the outcome that is ``result``; ``None``: not each is a plain meta tensor that fills a storage of its own.
-
-    ``aten._unsafe_view`` returns one that does not, whatever its schema says.
-    """
+    """Return ``result`` as an outcome; ``None`` unless each is a plain meta tensor that fills its own storage."""
+    # aten._unsafe_view returns a tensor that shares a storage, whatever its schema says.
     made, is_single = list(tensors_in(result)), isinstance(result, torch.Tensor)
     storages, given = ({each.untyped_storage()._cdata for each in tensors} for tensors in (made, inputs))
     is_own = len(storages) == len(made) and not storages & given
@@ -184,7 +175,7 @@ def _is_alike(tensor: Any, other: Any) -> bool:
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return how many hold ``tensor``, which a mode was given: in C++, its storage, and in Python."""
+    """Return the numbers of references to ``tensor``, which a mode was given: in C++, to its storage, in Python."""
     in_cpp: int = tensor._use_count()  # type: ignore[attr-defined]
     return in_cpp, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata), sys.getrefcount(tensor)
 
@@ -203,7 +194,7 @@ class _Holders(TorchDispatchMode):
 
 
 def _holders_of_a_sum() -> tuple[int, int, int] | None:
-    """Return what ``_holders`` says of a gradient that only autograd has, as it adds another one to it."""
+    """Return the ``_holders`` of a gradient that only autograd has, as it adds another gradient to it."""
     tensor = torch.empty(2, device=META, requires_grad=True)
     holders = _Holders()
     with torch.enable_grad(), holders:
@@ -214,10 +205,9 @@ def _holders_of_a_sum() -> tuple[int, int, int] | None:
 
 @contextmanager
 def _fused_kernels() -> Iterator[None]:
-    """Return a context in which attention and dropout on the meta device call the kernels of a GPU.
-
-    They are registered below all Python, so that every caller gets them, in backward too.
-    """
+    """Return a context in which attention and dropout on the meta device call the kernels of a GPU."""
+    # They are not fused on the meta device, and would come in parts. Registered below all Python, so that every caller
+    # gets them, in backward too.
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
     library.impl("dropout", _drop_out, "AutogradMeta")
@@ -228,7 +218,8 @@ def _fused_kernels() -> Iterator[None]:
 
 
 def _drop_out(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Return ``tensor`` after dropout, whose kernel saves a mask of one byte an element."""
+    """Return ``tensor`` after dropout."""
+    # A GPU's kernel saves a mask of one byte an element.
     return aten.native_dropout(tensor, p, True)[0] if train and p else tensor
 
 
@@ -236,12 +227,9 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention over [batch, heads, tokens, width] by the kernel that a GPU takes.
-
-    Without a mask, in 16 bits and for heads of one width that is cuDNN's or flash attention, which save the same:
-    queries, keys, values, output and the logarithm of its sums. Else it is the memory-efficient kernel, which saves the
-    mask too.
-    """
+    """Return attention over [batch, heads, tokens, width] by the kernel that a GPU takes."""
+    # Without a mask, in 16 bits and for heads of one width: cuDNN's or flash attention. Both save queries, keys,
+    # values, output and the logarithm of its sums. Otherwise the memory-efficient kernel, which saves the mask too.
     is_usual = query.shape[3] == value.shape[3] <= WIDEST_HEAD and query.dtype in (torch.bfloat16, torch.float16)
     if attn_mask is None and is_usual:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]

@@ -1,4 +1,4 @@
-"""Steps of a model that no GPU has run: they run on the meta device, and are recorded as steps on a GPU are."""
+"""Steps of a model that no GPU has run: on the meta device, recorded like steps on a GPU."""
 
 from __future__ import annotations
 
@@ -24,32 +24,25 @@ from megatron.swap.profiling.profile_builder import build_profile, trained_layer
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.recording import Recording
 
+# Repeat a step until the allocator reserves no more. Freed blocks lie differently in each step, so a single step may
+# report too little.
 MOST_STEPS = 5
-"""Steps of a model as it is, behind the first: where freed blocks lie differently in each, one more is reserved."""
+# Runs one training step on the meta device: forward, loss, backward and the rest. Gradients that it leaves count as
+# held throughout.
 Step = Callable[[], None]
-"""Runs one training step on the meta device: a forward, the loss, backward, and whatever follows. Gradients that it
-leaves in place count as held throughout."""
 
 
 @dataclass(frozen=True)
 class DryStep:
-    """Time of a step, and the memory that the allocator has reserved behind it.
-
-    ``is_full``: the device has less, or its allocator has to give back what is free in every step.
-    """
+    """Time of a step, and the memory that the allocator has reserved behind it."""
 
     ms: float
     reserved_gib: float
-    is_full: bool = False
+    is_full: bool = False  # the device has less memory, or its allocator empties its cache in every step
 
 
 def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
-    """Return what ``step`` of ``model``, as it is, takes on ``gpu``. It is called until no more memory is reserved,
-    at most ``MOST_STEPS`` times.
-
-    Raises:
-        UsageError: the model's operators do not follow from shapes.
-    """
+    """Return time and memory of ``step`` of ``model``, as it is, on ``gpu``. Raises as ``dry_profile``."""
     device = dry_device(model, gpu)
     with dry_run(device, gpu):
         return _settled(device, step)
@@ -59,21 +52,17 @@ def dry_profile(
     model: nn.Module, step: Step, gpu: Gpu, *, part: nn.Module | None = None, host_gib: float | None = None,
     min_mib: float = 1.0, autocast_cache: bool = True,
 ) -> Profile:
-    """Return the profile of ``step`` on ``gpu``, as ``swap.activations(model, memory_gib=…)`` would measure it there.
-
-    As there, a step is recorded, and then one is timed in which all layers are recomputed.
+    """Return the profile of ``step`` on ``gpu``, as ``swap.activations(model, memory_gib=…)`` would measure it.
 
     Args:
         model: all its parameters are on the meta device.
-        step: is called four times.
-        part: the module to swap, which ``step`` calls once; ``None``: ``model``.
-        gpu: figures by which operators are priced.
-        host_gib: limit of host memory for activations; ``None``: no limit.
+        step: is called four times: the last two are recorded, and timed with all layers recomputed.
+        part: the module to swap, which ``step`` calls once; by default ``model``.
+        host_gib: limit of host memory for activations; ``None`` for no limit.
         min_mib, autocast_cache: as in ``swap.activations``.
 
-    Raises:
-        UsageError: the model cannot be planned, or its operators do not follow from shapes.
-        SwapError: no layer ran backward.
+    Raises a ``UsageError`` if the model cannot be planned, or its operators do not follow from shapes; a ``SwapError``
+    if no layer ran backward.
     """
     part = model if part is None else part
     refuse_unplannable(part)
@@ -102,17 +91,10 @@ def dry_profile(
             described = planned.describe(part)
             layers = tuple(sorted(trained_layers(recording)))
             profile = build_profile(
-                recording,
-                described,
-                Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
-                Device(gpu.name, gpu.memory_gib),
-                num_micro_batches=1,
-                source=f"a dry run; {gpu.source}",
-                host_gib=host_gib,
-                pipeline=Pipeline(chunks=(layers,)),
-                min_mib=min_mib,
-                whole_layers=True,
-            )
+                recording, described, Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
+                Device(gpu.name, gpu.memory_gib), num_micro_batches=1, source=f"a dry run; {gpu.source}",
+                host_gib=host_gib, pipeline=Pipeline(chunks=(layers,)), min_mib=min_mib, whole_layers=True,
+            )  # fmt: skip
             repeatable = tuple(
                 layer for entry in profile.layers for layer in entry.layers
                 if any(section.name == LAYER_SECTION for section in entry.sections)
@@ -129,14 +111,9 @@ def dry_planned_step(
     model: nn.Module, step: Step, gpu: Gpu, plan: Plan, *, part: nn.Module | None = None, min_mib: float = 1.0,
     autocast_cache: bool = True, is_limited: bool = False,
 ) -> DryStep:
-    """Return what ``step`` takes on ``gpu`` under ``plan``, which was made from the profile of ``model``.
+    """Return time and memory of ``step`` on ``gpu`` under ``plan``, which was made from the profile of ``model``.
 
-    As in a run that plans itself, a step in which all is offloaded comes first, and then what it has left is given
-    back. Copies, waits and recomputation are those of the engine.
-
-    Args:
-        part, min_mib, autocast_cache: as in ``dry_profile``.
-        is_limited: the device has the memory of ``gpu``, else as much as is asked for.
+    ``is_limited`` if the device has the memory of ``gpu``, and otherwise no limit. The rest is as in ``dry_profile``.
     """
     device = dry_device(model, gpu, is_limited)
     policy = SwitchingPolicy(SafePolicy(int(min_mib * MIB), (OPERATOR, LINEAR)), int(min_mib * MIB))

@@ -1,7 +1,7 @@
 """The tensors that a layer saves last: no other saved tensor is computed from them.
 
 A checkpoint stops a layer that runs again as soon as it has all saved tensors, so there is no result to compare with
-forward's. These tensors take its place: each other saved tensor flows into one of them, and shows there.
+forward's. These tensors take the result's place: each other saved tensor flows into one of them, and shows there.
 """
 
 from __future__ import annotations
@@ -9,50 +9,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-LEAST_SHARE = 8
-"""A storage shows in one that has at least its elements divided by this: sums and statistics hide what they sum."""
+LEAST_SHARE = 8  # a storage shows in another with at least its elements / 8: sums and statistics hide their inputs
 
 
 class Flow(NamedTuple):
-    """An operator: how many elements it reads, and makes or writes, by the numbers of their storages."""
+    """An operator, by the elements that it handles of each storage's number."""
 
     reads: Mapping[int, int]
-    makes: Mapping[int, int]
+    makes: Mapping[int, int]  # or writes
 
 
 class Saved(NamedTuple):
-    """A saved tensor.
+    """A saved tensor."""
 
-    Attributes:
-        number: of its storage; ``None``: it has none.
-        layout: in the storage.
-        is_opaque: it may be a seed, or a workspace of an operator that has a result beside it. Kernels leave bytes of
-            these unset (seeds of attention without dropout, what an LSTM keeps for its backward).
-    """
-
-    number: int | None
-    layout: tuple[object, ...]
+    number: int | None  # of its storage; None without a storage
+    layout: tuple[object, ...]  # in the storage
+    # A possible seed, or a workspace of an operator with a result beside it. Kernels leave bytes of these unset (seeds
+    # of attention without dropout, an LSTM's memory for its backward).
     is_opaque: bool = False
 
 
 class Compared(NamedTuple):
-    """Places of saved tensors: of those that are compared in each run, and of those that are compared in turn.
+    """Places of saved tensors that are compared."""
 
-    ``num_saved``: tensors that the layer saves.
-    """
-
-    last: frozenset[int]
-    all: frozenset[int]
-    num_saved: int
+    last: frozenset[int]  # in each run
+    all: frozenset[int]  # in turn
+    num_saved: int  # tensors that the layer saves
 
 
 def compared(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) -> Compared:
-    """Return the places in ``saved`` of those that are computed last, and of all, each once.
+    """Return the places in ``saved`` of the tensors that are computed last, and of all, each once.
 
     Args:
         flows: the operators of the layer, in their order.
-        num_given: storages with the numbers -1 to ``-num_given`` are the layer's weights, buffers and arguments, which
-            are compared in other ways.
+        num_given: storages -1 to ``-num_given`` are the layer's weights, buffers and arguments. They are compared in
+            other ways.
     """
     numbers = {one.number for one in saved if one.number is not None}
     shown: set[int] = set()  # storages that show in a saved tensor
@@ -62,7 +53,7 @@ def compared(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) -> C
     opaque = {one.number for one in saved if one.is_opaque}
     own = {number for number in numbers - opaque if not -num_given <= number < 0}
     last = own - shown
-    for _, makes in flows:  # of results of one operator (attention's and its sums) the largest is enough
+    for _, makes in flows:  # of one operator's results (attention's output and its sums) the largest is enough
         if together := makes.keys() & last:
             last -= together if makes.keys() & shown else together - {max(together, key=makes.__getitem__)}
     return Compared(_places(saved, last), _places(saved, own), len(saved))

@@ -13,17 +13,13 @@ from megatron.swap.operators.kinds import Kind, kind_of
 
 
 def sequence_of(operators: Sequence[Any], wanted: Collection[int]) -> object:
-    """Return operators that a layer is expected to run, without those that only make views.
-
-    Args:
-        wanted: positions of those that are shown.
-    """
+    """Return the expected operators of a layer, without those that only make views; ``wanted`` positions are shown."""
     names = [(one._schema.name, one._schema.overload_name) for one in operators]
     return _library().Sequence(names, [place in wanted for place in range(len(names))])
 
 
 def followed(report: Report, sequence: object | None) -> Following:
-    """Return what follows operators, and shows all of them, or the wanted ones of ``sequence``, to ``report``."""
+    """Return a follower that shows all operators, or the wanted operators of ``sequence``, to ``report``."""
     return _library().Following(sequence, report, _resolve)
 
 
@@ -34,10 +30,8 @@ def _library() -> OperatorLibrary:
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """Return ``function`` such that Dynamo compiles neither it nor what it calls.
-
-    PyTorch's own way, a wrapper, takes the host longer.
-    """
+    """Return ``function`` such that Dynamo compiles neither it nor the functions that it calls."""
+    # PyTorch's own way is a wrapper, which takes the host longer.
     if not hasattr(eval_frame, "_FrameExecStrategy"):
         return torch.compiler.disable(function)
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
@@ -47,7 +41,7 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
 
 @uncompiled
 def _resolve(name: str, overload: str) -> Any:
-    """Return the operator as Python calls it; ``None``: it only makes views."""
+    """Return the operator as Python calls it; ``None`` if it only makes views."""
     namespace, _, short = name.partition("::")
     operator = getattr(getattr(getattr(torch.ops, namespace), short), overload or "default")
     return None if kind_of(operator) is Kind.IGNORED else operator

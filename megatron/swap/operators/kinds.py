@@ -11,19 +11,18 @@ import torch
 from megatron.swap.common.types import LINEAR, OPERATOR
 
 aten = torch.ops.aten
+# Operators beside those with one of CHEAP_TAGS. They read and write memory, and multiply no matrices.
 CHEAP = {
     aten._fused_rms_norm, aten._log_softmax, aten._softmax, aten._to_copy, aten.cat, aten.clone, aten.index_select,
     aten.native_group_norm, aten.native_layer_norm, aten.stack,
 }  # fmt: skip
-"""Operators beside those with one of ``CHEAP_TAGS``. They read and write memory, and multiply no matrices."""
 PRODUCTS = {aten.addmm, aten.baddbmm, aten.bmm, aten.mm}
+# Not deterministic on a GPU: https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html.
 ATOMICS = {
     aten._embedding_bag, aten._index_put_impl_, aten.bincount, aten.cumsum, aten.histc, aten.index_add, aten.index_add_,
     aten.index_put, aten.index_put_, aten.index_reduce, aten.index_reduce_, aten.put, aten.put_, aten.scatter_add,
     aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
 }  # fmt: skip
-"""Operators that PyTorch lists as not deterministic on a GPU:
-https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html."""
 CHEAP_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 UNREPEATABLE_TAGS = {
     torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise, torch.Tag.dynamic_output_shape,
@@ -32,16 +31,12 @@ UNREPEATABLE_TAGS = {
 
 
 class Kind(Enum):
-    """Kinds of operators, by what they do."""
+    """Kinds of operators, by their effect."""
 
-    IGNORED = auto()
-    """It returns a view."""
-    WRITES = auto()
-    """It changes its arguments."""
-    CHEAP = auto()
-    """It only reads and writes memory, and may run again."""
-    PRODUCT = auto()
-    """It multiplies matrices, and may run again."""
+    IGNORED = auto()  # returns a view
+    WRITES = auto()  # changes its arguments
+    CHEAP = auto()  # only reads and writes memory, and may run again
+    PRODUCT = auto()  # multiplies matrices, and may run again
     OTHER = auto()
 
 
@@ -54,7 +49,7 @@ REPEATABLE = (Kind.CHEAP, Kind.PRODUCT)
 
 
 def kind_of(func: Any) -> Kind:
-    """Return what the operator ``func`` does."""
+    """Return the kind of operator ``func``."""
     known = _KINDS.get(id(func))  # operators compute their hash in Python
     if known is None or known[0] is not func:
         known = _KINDS[id(func)] = func, _kind_of(func)
@@ -91,7 +86,7 @@ def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``value``, a layer's output: in tuples, lists and mappings of any depth."""
+    """Yield the tensors in ``value``, in tuples, lists and mappings of any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,10 +1,9 @@
 """Records how a layer's operators made their outputs, so that backward can make them again.
 
 While a layer runs, every operator of PyTorch's dispatcher passes ``OperatorRecords``. Outputs of elementwise operators,
-reductions, norms and copies are recorded with the operator and its inputs (``engine/recompute.py``): where autograd
-saves such an output, a plan may have it computed again instead of kept. No model is known by name: a norm or a rotary
-embedding that a model writes out in single operators is recomputed operator by operator, as far as they are saved.
-Whether an operator gives the same bits again is tried at its first use.
+reductions, norms and copies are recorded with the operator and its inputs (``engine/recompute.py``). A plan may let
+backward compute a saved output again instead of keeping it. No model is known by name: a norm written out in single
+operators is recomputed operator by operator. The first use of each operator shows whether it gives the same bits again.
 """
 
 from __future__ import annotations
@@ -37,27 +36,19 @@ from megatron.swap.operators.kinds import REPEATABLE, Kind, kind_of, producer_of
 class OperatorOrder:
     """The operators of a layer's run, and when it writes to which storage.
 
-    Outputs have numbers from 0. Storages that were there before have numbers below 0, in the order of their first use.
-
-    Attributes:
-        operators: in their order, but those that only return views.
-        shapes: of what each operator returns.
-        firsts: number of the first output of each operator.
-        last_write: position of the last operator that writes to a storage, by the storage's number; infinite: the model
-            does, after the layer.
-        recorded: positions of operators that were recorded when all were wanted.
-        num_modes: dispatch modes that were active around the layer. With others operators may do something else.
-        compared: the saved tensors that are compared if the layer runs again.
-        needs: whether each tensor that the layer may read needs a gradient. With others it saves other tensors.
+    Outputs have numbers from 0. Storages from before have numbers below 0, in the order of their first use.
     """
 
-    operators: list[Any] = field(default_factory=list)
-    shapes: list[tuple[Any, ...]] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
+    operators: list[Any] = field(default_factory=list)  # in their order, without operators that only return views
+    shapes: list[tuple[Any, ...]] = field(default_factory=list)  # of each operator's results
+    firsts: list[int] = field(default_factory=list)  # number of each operator's first output
+    # Position of the last operator that writes to a storage, by the storage's number. Infinite if the model writes
+    # after the layer.
     last_write: dict[int, float] = field(default_factory=dict)
-    recorded: set[int] = field(default_factory=set)
-    num_modes: int = 0
-    compared: Compared | None = None
+    recorded: set[int] = field(default_factory=set)  # positions of operators that were recorded when all were wanted
+    num_modes: int = 0  # active dispatch modes around the layer; with others operators may do something different
+    compared: Compared | None = None  # saved tensors that are compared if the layer runs again
+    # Whether each tensor that the layer may read needs a gradient. With other needs the layer saves other tensors.
     needs: tuple[bool, ...] = ()
 
     def position(self, number: int) -> int:
@@ -69,18 +60,14 @@ class Operators:
     """A context that sees the operators of this thread, once each has run.
 
     Args:
-        recomputer: is told while the context is entered, so that operators of its own are not seen.
+        recomputer: is told while the context is entered, so that its own operators are not seen.
         tensors: tensors that the layer may read or change: its weights, its buffers and its inputs.
-
-    Attributes:
-        saw_all, is_as_expected: those of ``Following``, after the end.
     """
 
-    sequence: object | None = None
-    """The operators that are expected, if only some of them are to be seen."""
+    sequence: object | None = None  # the expected operators, if only some of them are to be seen
 
     def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
-        self.saw_all = self.is_as_expected = False
+        self.saw_all = self.is_as_expected = False  # of `Following`, after the end
         self._recomputer = recomputer
         self._outer: Callable[[], AbstractContextManager[None]] | None = None
         self._followed: Following | None = None
@@ -91,7 +78,7 @@ class Operators:
             self.number(tensor)
 
     def ran(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        """See an operator, or one of the ``sequence``, which is named by its position."""
+        """See an operator. An operator of ``sequence`` is named by its position."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -104,11 +91,11 @@ class Operators:
         assert self._followed is not None
         self._followed.end()
         self.saw_all, self.is_as_expected = self._followed.saw_all, self._followed.is_as_expected
-        self._followed = None  # it refers to this object
+        self._followed = None  # which refers to this object
         self._recomputer.unwatched = self._outer
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the storage of ``tensor``; ``None``: it has none."""
+        """Return the number of the storage of ``tensor``; ``None`` if it has no storage."""
         if not is_plain(tensor):
             return None
         address = tensor.untyped_storage()._cdata
@@ -118,11 +105,11 @@ class Operators:
         return self._numbers[address]
 
     def _make(self, tensor: torch.Tensor, number: int) -> bool:
-        """Number the storage of ``tensor``, an operator's output. Return whether it is a new storage."""
+        """Number the storage of ``tensor``, an operator's output. Return whether the storage is new."""
         if not is_plain(tensor):
             return False
         storage = tensor.untyped_storage()
-        if storage._cdata in self._numbers:  # the operator returns its input, in another shape
+        if storage._cdata in self._numbers:  # the operator returns its input in another shape
             return False
         self._numbers[storage._cdata] = number
         self._made.append(StorageWeakRef(storage))
@@ -132,8 +119,8 @@ class Operators:
 class OperatorWatch(Operators):
     """Learns the order of a layer's operators, before any is recorded.
 
-    What is changed in place later cannot be read again in backward. At the end of a run that changes it, it is too late
-    to find that out: what was to be made from it has been freed.
+    Backward cannot read a tensor that is changed in place later. The end of such a run is too late to find out: the
+    tensors to be made from it have been freed.
     """
 
     def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
@@ -153,7 +140,6 @@ class OperatorWatch(Operators):
         self._saved.append(Saved(number, layout, is_seed or number in self._workspaces))
 
     def end(self) -> OperatorOrder:
-        """Return the order, once the layer has run."""
         self.order.compared = compared(self._flows, self._saved, self._num_given)
         return self.order
 
@@ -187,18 +173,13 @@ class OperatorWatch(Operators):
 class OperatorFollower(Operators):
     """Follows a layer's operators along ``order``, and so knows each output's number.
 
-    Args:
-        sources: gets sites for outputs of operators, by the addresses of their storages.
+    ``sources`` gets sites for outputs of operators, by the addresses of their storages.
     """
 
     def __init__(
-        self,
-        recomputer: Recomputer,
-        layer: int,
-        sources: dict[int, Site],
-        order: OperatorOrder,
+        self, recomputer: Recomputer, layer: int, sources: dict[int, Site], order: OperatorOrder,
         tensors: Iterable[torch.Tensor] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(recomputer, tensors)
         self._layer = layer
         self._sources = sources
@@ -208,11 +189,11 @@ class OperatorFollower(Operators):
 
     @property
     def is_as_watched(self) -> bool:
-        """Whether the layer has run the operators of the order, and no others."""
+        """Whether the layer has run exactly the operators of the order."""
         return self.saw_all and not self._is_other and self._position == len(self._order.operators)
 
     def _make_source(self, tensor: torch.Tensor, number: int) -> bool:
-        """Number the storage of ``tensor``, and give it a site. Return whether it is a new storage."""
+        """Number the storage of ``tensor``, and give it a site. Return whether the storage is new."""
         is_new = self._make(tensor, number)
         if is_new:
             self._sources[tensor.untyped_storage()._cdata] = Site(self._layer, SOURCE_PATH, number)
@@ -224,27 +205,20 @@ class OperatorRecords(OperatorFollower):
 
     Args:
         recomputer: receives the records.
-        layer: number of the layer that runs.
-        sources: gets a site for the output of each operator, by the address of its storage.
-        order: of the layer's operators, as they were watched.
-        wanted: numbers of outputs to record, and of those that they are made from; ``None``: all. Recording one takes
-            the host longer than running its operator.
+        order: of the layer's operators, as watched.
+        wanted: numbers of outputs to record, and of the outputs that they are made from; ``None`` for all.
     """
 
     def __init__(
-        self,
-        recomputer: Recomputer,
-        layer: int,
-        sources: dict[int, Site],
-        order: OperatorOrder,
-        tensors: Iterable[torch.Tensor],
-        wanted: Collection[int] | None = None,
-    ) -> None:
+        self, recomputer: Recomputer, layer: int, sources: dict[int, Site], order: OperatorOrder,
+        tensors: Iterable[torch.Tensor], wanted: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(recomputer, layer, sources, order, tensors)
+        # Recording an output takes the host longer than running its operator, so a plan names the wanted outputs.
         self._wanted = None if wanted is None else {order.position(number) for number in wanted}
 
     def made_at(self, addresses: Collection[int]) -> frozenset[int]:
-        """Return the numbers of those outputs that live, or lived, at ``addresses``."""
+        """Return the numbers of the outputs that live, or lived, at ``addresses``."""
         return frozenset(self._numbers[one] for one in addresses if self._numbers.get(one, -1) >= 0)
 
     @uncompiled
@@ -254,7 +228,7 @@ class OperatorRecords(OperatorFollower):
             return
         if position == len(order.operators) or order.operators[position] is not func:
             if kind_of(func) is not Kind.IGNORED:
-                self._is_other = True  # what it writes to is not known: nothing more is recorded
+                self._is_other = True  # its writes are not known: nothing more is recorded
             return
         self._position += 1
         if self._wanted is None:
@@ -269,7 +243,7 @@ class OperatorRecords(OperatorFollower):
             self._record(func, args, options, result, new)
 
     def _note_inputs(self, kind: Kind, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Number the operator's inputs, and note whether backward can read them again: nothing writes to them later."""
+        """Number the operator's inputs. Record it in runs to come if backward can read them: no later write."""
         order, position = self._order, self._position - 1
         numbers = [self.number(tensor) for tensor in tensors_in((args, options))]
         last_writes = [inf if number is None else order.last_write.get(number, -1) for number in numbers]
@@ -281,7 +255,7 @@ class OperatorRecords(OperatorFollower):
     def _record(
         self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any, is_kept: Sequence[bool]
     ) -> None:
-        """Record the outputs of ``func`` with ``is_kept``: a norm has its statistics, too."""
+        """Record the outputs of ``func`` with ``is_kept``. A norm has its statistics, too."""
         again, inputs = of_tensors(func, args, options)
         producer = producer_of(func)
         parts = [result] if isinstance(result, torch.Tensor) else list(result)
@@ -295,12 +269,12 @@ class OperatorRecords(OperatorFollower):
 def of_tensors(
     func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """Bind all arguments of ``func`` but its tensors, those in lists among them. Return function and tensors."""
+    """Bind all arguments of ``func`` but its tensors, in lists too. Return the function and the tensors."""
     tensors, has_lists = [], False
     for one in (*args, *options.values()):
         if isinstance(one, torch.Tensor):
             tensors.append(one)
-        elif type(one) in (list, tuple) and any(map(_is_tensor, one)):
+        elif type(one) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in one):
             has_lists = True
     if len(tensors) == len(args) and not options:
         return func, tensors
@@ -325,10 +299,6 @@ def of_tensors(
     return again, tensors
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def part_of(function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """Return ``function`` with only this part of its results."""
+    """Return ``function`` with only part ``number`` of its results."""
     return lambda *given: function(*given)[number]

@@ -1,4 +1,4 @@
-"""Layers that run as they ran before: what an earlier run has decided is repeated (``engine/repeated_run.py``)."""
+"""Layers that run as before: the decisions of an earlier run are repeated (``engine/repeated_run.py``)."""
 
 from __future__ import annotations
 
@@ -17,39 +17,25 @@ from megatron.swap.operators.following import sequence_of, uncompiled
 from megatron.swap.operators.kinds import producer_of
 from megatron.swap.operators.records import OperatorFollower, OperatorOrder, of_tensors, part_of
 
-MAX_OTHERS = 3
-"""A run that did not go as noted this often, under one policy, is noted no more."""
+MAX_OTHERS = 3  # a run that differed from its notes this often, under one policy, is noted no more
 
 
 class Outputs(NamedTuple):
-    """Numbers of those outputs of an operator that are made again, and of those that are saved to make others.
+    """Outputs of an operator, by their numbers, that a repeated run records."""
 
-    ``first``: number of its first output; ``producer``: their kind.
-    """
-
-    first: int
-    producer: str
-    made: tuple[int, ...]
-    read: tuple[int, ...]
+    first: int  # number of the operator's first output
+    producer: str  # their kind
+    made: tuple[int, ...]  # made again
+    read: tuple[int, ...]  # saved to make others
 
 
 class OperatorRepeats(OperatorFollower):
-    """Records the operators of a run that repeats an earlier one: only those that run again in backward.
-
-    Args:
-        packer: gets the records.
-        repeat: what is repeated.
-    """
+    """Records the operators of a run that repeats an earlier run: only those that backward runs again."""
 
     def __init__(
-        self,
-        recomputer: Recomputer,
-        layer: int,
-        sources: dict[int, Site],
-        order: OperatorOrder,
-        packer: RepeatingPacker,
-        repeat: Repeat,
-    ) -> None:
+        self, recomputer: Recomputer, layer: int, sources: dict[int, Site], order: OperatorOrder,
+        packer: RepeatingPacker, repeat: Repeat,
+    ) -> None:  # fmt: skip
         super().__init__(recomputer, layer, sources, order)
         self.sequence = repeat.sequence
         self._packer = packer
@@ -83,20 +69,15 @@ class OperatorRepeats(OperatorFollower):
 
 
 class Repeat(NamedTuple):
-    """A memo to repeat.
-
-    Attributes:
-        outputs: those of operators, by the positions of the operators in their order.
-        sequence: the operators in their order.
-    """
+    """A memo to repeat."""
 
     memo: RunMemo
-    outputs: Mapping[int, Outputs]
-    sequence: object
+    outputs: Mapping[int, Outputs]  # by the operators' positions in their order
+    sequence: object  # the operators in their order
 
     @classmethod
     def of(cls, memo: RunMemo, order: OperatorOrder) -> Repeat:
-        """Return what a run with the operators of ``order`` repeats."""
+        """Return the repeat of ``memo`` for a run with the operators of ``order``."""
         made = memo.made()
         numbers: dict[int, list[int]] = {}
         for number in sorted(made | memo.read):
@@ -111,14 +92,11 @@ class Repeat(NamedTuple):
 class RepeatedRuns:
     """Memos of a layer's runs under the present policy.
 
-    A run is named by its number in a forward, and by how many runs of the layer came before it.
-
-    Attributes:
-        is_repeating: the present run repeats an earlier one.
+    A run is named by its number in a forward, and by the number of the layer's runs before it.
     """
 
     def __init__(self) -> None:
-        self.is_repeating = False
+        self.is_repeating = False  # the present run repeats an earlier run
         self._repeats: dict[tuple[int, int], Repeat] = {}
         self._num_others: Counter[tuple[int, int]] = Counter()
         self._run = (0, 0)
@@ -126,17 +104,13 @@ class RepeatedRuns:
         self._packer: LayerPacker | None = None
 
     def begin(self, run: tuple[int, int], is_known: bool) -> None:
-        """Begin ``run``.
-
-        Args:
-            is_known: its operators are, and which of them are recorded; and nobody watches it.
-        """
+        """Begin ``run``. ``is_known``: its operators are known, those to record too, and nobody watches it."""
         self._run = run
         self.is_repeating = is_known and run in self._repeats
         self._is_noted = is_known and not self.is_repeating and self._num_others[run] < MAX_OTHERS
 
     def packer(self, *arguments: Any) -> LayerPacker:
-        """Return what packs the tensors of the run, made of ``arguments``: it repeats, or notes, or does neither."""
+        """Return the packer of the run's tensors, made of ``arguments``: it repeats, notes, or does neither."""
         if self.is_repeating:
             self._packer = RepeatingPacker(self._repeats[self._run].memo, *arguments)
         else:
@@ -144,18 +118,18 @@ class RepeatedRuns:
         return self._packer
 
     def recording(self, recomputer: Recomputer, sources: dict[int, Site], order: OperatorOrder) -> OperatorRepeats:
-        """Return the context in which the run repeats an earlier one."""
+        """Return the context in which the run repeats an earlier run."""
         assert isinstance(self._packer, RepeatingPacker)
         return OperatorRepeats(recomputer, self._run[0], sources, order, self._packer, self._repeats[self._run])
 
     def note(self, order: OperatorOrder) -> None:
-        """Note what the run has decided, if that can be repeated."""
+        """Note the decisions of the run, if they can be repeated."""
         memo = self._packer.memo() if isinstance(self._packer, NotingPacker) else None
         if memo is not None:
             self._repeats[self._run] = Repeat.of(memo, order)
 
     def end(self, is_as_watched: bool) -> None:
-        """End the run, which has run the operators that were watched, or others."""
+        """End the run. ``is_as_watched``: it ran the operators that were watched, and no others."""
         if isinstance(self._packer, RepeatingPacker):
             self._packer.end()
             self._num_others[self._run] += self._packer.is_other and is_as_watched
@@ -164,14 +138,12 @@ class RepeatedRuns:
             self._repeats.pop(self._run, None)
 
     def forget(self, run: tuple[int, int]) -> None:
-        """Repeat nothing of ``run``."""
         self._repeats.pop(run, None)
 
     def drop_packer(self) -> None:
-        """Hold nothing of the run, which is over or has failed."""
+        """Forget the tensors of the run, which is over or has failed."""
         self._packer = None
 
     def clear(self) -> None:
-        """Repeat nothing: the policy changes."""
         self._repeats.clear()
         self._num_others.clear()
