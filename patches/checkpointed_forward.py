@@ -1,7 +1,7 @@
 """Run the forward of a block with full recomputation inside a context of ours.
 
-The tensors that full recomputation keeps are saved by Megatron's ``CheckpointFunction``, between the layers of a block.
-No layer's boundary encloses that code, and the block has no hook there.
+Megatron's ``CheckpointFunction`` saves the tensors that full recomputation keeps, between the layers of a block. No
+layer's boundary encloses that code, and the block has no hook there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Skip compiling Megatron's dataset index builder where it is compiled already.
 
-Megatron runs ``make``. Its wheel ships the compiled module and no Makefile, so ``make`` fails and upstream ends the
-whole process, on machines with a GPU too. A source checkout has the Makefile; there upstream's own function runs.
+Megatron runs ``make``. Its wheel has the compiled module and no Makefile, so ``make`` fails and upstream ends the
+process. In a source checkout upstream's own function runs.
 """
 
 from __future__ import annotations

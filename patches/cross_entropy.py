@@ -9,15 +9,11 @@ from megatron.swap.patches.registry import Patch
 
 
 def cross_entropy_patch(replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
-    """Make the patch. ``replaced(function)`` returns what replaces ``vocab_parallel_cross_entropy``."""
-
-    def build(original: Callable[..., Any]) -> Callable[..., Any]:
-        return replaced(original)
-
+    """Make the patch. ``replaced(function)`` returns the replacement of ``vocab_parallel_cross_entropy``."""
     return Patch(
         module="megatron.core.tensor_parallel",
         attribute="vocab_parallel_cross_entropy",
-        build=build,
+        build=lambda original: replaced(original),  # of this module, which `Patch.file` names
         reason="copies all logits in single precision, which takes three times their memory at the peak of a step",
         sources={
             "megatron-core 0.18.2": "6165711be6446d75a7b10cac479bfb6bc0bdb80cf1c95bd2c4cff728902f6ff6",

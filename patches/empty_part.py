@@ -1,4 +1,4 @@
-"""Call back where a part of the data has no tokens. Megatron would look for enough of them for ever."""
+"""Call back where a part of the data has no tokens. Megatron would look for enough tokens for ever."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Give backward the weight itself where linear layers add its gradient to ``main_grad`` themselves.
 
-With ``--gradient-accumulation-fusion`` Megatron's linear layers read attributes of their saved weight, and set one
-that marks its gradient as added. With saved-tensor hooks autograd passes backward a plain tensor on the same
-memory instead of the parameter, whatever the hooks return. That tensor has no attributes: the gradient is lost, and
-with ``--overlap-grad-reduce`` Megatron stops. TransformerEngine's modules keep a reference to the parameter themselves.
+With ``--gradient-accumulation-fusion`` Megatron's linear layers read attributes of their saved weight, and set one to
+mark its gradient as added. With saved-tensor hooks autograd gives backward a plain tensor on the same memory, without
+attributes: the gradient is lost, and with ``--overlap-grad-reduce`` Megatron stops. TransformerEngine's modules keep a
+reference to the parameter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copy 16-bit parameters once, not twice, where Megatron creates single-precision main parameters, and report each.
 
-Megatron clones each parameter before it copies it in single precision. The freed clones leave
-holes between the main parameters, as large as each layer's smallest weight (32 MiB at hidden size 4096), all through
-training. Megatron also creates all main parameters on the device before any can be offloaded.
+Megatron clones each parameter before copying it in single precision. The freed clones leave holes between the main
+parameters, all through training, as large as each layer's smallest weight (32 MiB at hidden size 4096). Megatron also
+creates all main parameters on the device before any can be offloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _WithoutClones(TorchFunctionMode):
         self._on_created = on_created
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A parameter in 8 bits says that it is in bf16. What is computed from it is cut into shards only afterwards.
+        # A parameter in 8 bits pretends to be in bf16. Tensors computed from it are cut into shards only afterwards.
         is_plain = bool(args) and type(args[0]) in (torch.Tensor, torch.nn.Parameter)
         is_short = is_plain and args[0].dtype in (torch.bfloat16, torch.float16)
         if function is torch.Tensor.clone and is_short:
@@ -49,11 +49,7 @@ def _build(original: Callable[..., Any], on_created: OnCreated | None) -> Callab
 
 
 def main_params_patches(on_created: OnCreated | None = None) -> tuple[Patch, ...]:
-    """Make the patches.
-
-    Args:
-        on_created: called with each main parameter as soon as it is created, before the next one is.
-    """
+    """Make the patches. ``on_created`` is called with each main parameter, before the next is created."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         return _build(original, on_created)

@@ -1,7 +1,7 @@
 """Let parameters leave the device while Megatron makes the buffers of its distributed optimizer.
 
 Megatron allocates a buffer for the parameters and one for their gradients beside the parameters, and only then copies
-and frees these, one by one. So a model needs the memory of its parameters twice, before its first step.
+and frees the parameters, one by one. So a model needs the memory of its parameters twice, before its first step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def param_buffer_patch(apart: Apart) -> Patch:
-    """Make the patch.
+    """Make the patch. ``apart`` gets the parameters and the bytes of the buffers, which are made in its context.
 
-    Args:
-        apart: makes the context in which the buffers are made, from the parameters and the bytes of the buffers. In it
-            the values of parameters may be anything; at its end they are what they were, at their new places.
+    In the context the values of parameters may be anything. Its end restores them at their new places.
     """
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,7 @@
 """Patches of upstream symbols, applied and reverted as a set.
 
-A patch replaces one upstream symbol *where it is looked up*: a function that another upstream module has imported by
-name must be replaced in the importing module.
-
-A patch fits only the sources that it was written for. A version number is not enough, because vendors build variants of
-one version. So every patch of a Megatron symbol has the hashes of that symbol's sources, which are compared before
-anything is changed. A patch that does not fit ends the run, unless the run can go on without the patch's feature.
+A patch replaces one upstream symbol *where it is looked up*: in the importing module, if another upstream module has
+imported a function by name. A patch that does not fit ends the run, unless the run can do without the patch's feature.
 """
 
 from __future__ import annotations
@@ -22,14 +18,13 @@ from typing import Any
 
 UNCHECKED_VARIABLE = "MEGATRON_SWAP_UNCHECKED_UPSTREAM"
 
-VERSIONS = {
+VERSIONS = {  # of upstream distributions whose sources the patches fit, the oldest first
     "megatron-core": ("0.18.2", "0.19.0", "0.19.2"),
     "transformer_engine": ("2.17.0", "2.17.1", "2.18.0", "2.19.0", "2.20.2"),
     "torch": ("2.11.0",),
 }
-"""Versions of upstream distributions whose sources the patches fit, the oldest first."""
+# Earlier versions of megatron-core, whose models `install` swaps. The trainer's patches do not fit them.
 BUILT_ONLY = ("0.16.1", "0.17.1")
-"""Earlier versions of megatron-core, whose models ``install`` swaps; the patches of the trainer do not fit them."""
 
 # Symbols that are replaced now. A second patch of a symbol would take the first replacement for the original.
 _in_place: set[str] = set()
@@ -43,25 +38,18 @@ class PatchError(RuntimeError):
 class Patch:
     """One upstream symbol and its replacement."""
 
-    module: str
-    """Dotted path of the module in which the symbol is looked up."""
-    attribute: str
-    """Name in that module; dotted for an attribute of a class."""
-    build: Callable[[Any], Any]
-    """Takes the original, returns the replacement."""
-    reason: str
-    """Reason why upstream's own behaviour is not enough, as a sentence for docs/dev/patches.md."""
+    module: str  # dotted path of the module in which the symbol is looked up
+    attribute: str  # name in the module; dotted for an attribute of a class
+    build: Callable[[Any], Any]  # takes the original, returns the replacement
+    reason: str  # why upstream's own behaviour does not suffice, for docs/dev/patches.md
+    # Hash of the original's source (`source_hash`), by upstream distribution and the oldest version with this source,
+    # such as "megatron-core 0.18.2". A version number alone would not do: vendors build variants of one version. None
+    # for symbols whose version is pinned: their source is not checked.
     sources: Mapping[str, str | None]
-    """Hash of the original's source (``source_hash``), by upstream distribution and the oldest version with this
-    source, e.g. ``megatron-core 0.18.2``. ``None`` for symbols whose version is pinned: their source is not checked."""
-    feature: str = ""
-    """Name of the feature that a run can do without if the patch does not fit; empty: the run cannot."""
-    whole_module: bool = False
-    """The hash is of the whole module that defines the original, since the replacement depends on more of it."""
-    source_of: str = ""
-    """The hash is of this other symbol of the module, since the original has no source; empty: of the original."""
-    may_lack: bool = False
-    """The module may lack the symbol. Then ``build`` takes ``None``, and the symbol is gone after reverting."""
+    feature: str = ""  # that is lost if the patch does not fit; empty if the run cannot do without the patch
+    whole_module: bool = False  # the hash is of the original's whole module, since the replacement needs more of it
+    source_of: str = ""  # the symbol of the module whose hash counts, if the original has no source
+    may_lack: bool = False  # if the module lacks the symbol, `build` takes None, and reverting deletes the symbol
 
     @property
     def symbol(self) -> str:
@@ -84,21 +72,15 @@ class Misfit:
     """A patch that does not fit the installed upstream."""
 
     patch: Patch
-    found: str
-    """The hash of the symbol's source, or why there is no such symbol."""
-    is_missing: bool = False
-    """Whether there is no such symbol."""
+    found: str  # hash of the symbol's source, or why there is no such symbol
+    is_missing: bool = False  # there is no such symbol
 
 
 class AppliedPatches:
-    """Patches that are applied, until ``revert``. Tests use it as a context manager.
-
-    Attributes:
-        left_out: optional patches that do not fit and were not applied.
-    """
+    """Patches that are applied, until ``revert``. Tests use it as a context manager."""
 
     def __init__(self, left_out: Sequence[Misfit] = ()) -> None:
-        self.left_out = tuple(left_out)
+        self.left_out = tuple(left_out)  # optional patches that do not fit and were not applied
         self._undo: list[tuple[str, Callable[[], None]]] = []
 
     @property
@@ -123,11 +105,11 @@ class AppliedPatches:
         owner, name, original = _locate(patch)
         replacement = patch.build(original)
         # Keep the owner's own attribute (a staticmethod object, say), or nothing if the symbol is inherited or builtin.
-        # Reverting must leave the owner as it was, not with a copy of an inherited attribute.
+        # Reverting must leave the owner as before, without a copy of an inherited attribute.
         missing = object()
         own = vars(owner).get(name, missing)
         if own is missing and isinstance(owner, ModuleType) and type(owner) is not ModuleType:
-            own = original  # torch's settings: a deleted one can no longer be read
+            own = original  # torch's settings: a deleted setting can no longer be read
         setattr(owner, name, replacement)
 
         def undo() -> None:
@@ -146,13 +128,9 @@ def is_patched(symbol: str) -> bool:
 
 
 def apply(patches: Sequence[Patch], optional: Sequence[Patch] = ()) -> AppliedPatches:
-    """Verify all patches, then apply those that fit in order, the ``optional`` ones last.
+    """Check all patches, then apply those that fit in order, the ``optional`` patches last. Raises as ``verify``.
 
-    Args:
-        optional: patches whose ``feature`` the run can do without. Those that do not fit are left out.
-
-    Raises:
-        PatchError: as ``verify``, for ``patches``. Nothing was changed.
+    Optional patches that do not fit are left out: the run can do without their ``feature``.
     """
     needed = {patch.symbol for patch in patches}
     unfit = {misfit.patch.symbol: misfit for misfit in find_misfits([*patches, *optional])}
@@ -169,20 +147,12 @@ def apply(patches: Sequence[Patch], optional: Sequence[Patch] = ()) -> AppliedPa
 
 
 def verify(patches: Sequence[Patch]) -> None:
-    """Check every patch against the installed upstream.
-
-    Raises:
-        PatchError: names all symbols that are missing or whose source differs, or one that is patched already.
-    """
+    """Raise a ``PatchError`` that names all symbols that are missing, differ from their hashes, or are in place."""
     _refuse(find_misfits(patches))
 
 
 def find_misfits(patches: Sequence[Patch]) -> list[Misfit]:
-    """Return the patches that do not fit the installed upstream, in their order.
-
-    Raises:
-        PatchError: a symbol is patched already, or named twice.
-    """
+    """Return the patches that do not fit, in their order. Raises a ``PatchError`` if one is patched already."""
     unchecked = {name.strip() for name in os.environ.get(UNCHECKED_VARIABLE, "").split(",")}
     seen: set[str] = set()
     misfits = []
@@ -224,7 +194,7 @@ def say_left_out(applied: AppliedPatches) -> None:
 
 
 def _refuse(misfits: Sequence[Misfit]) -> None:
-    """Raise an error that names all symbols that do not fit, and the way on, if there are any."""
+    """Raise an error that names all symbols that do not fit, if any, and the way on."""
     if not misfits:
         return
     upstreams = list(dict.fromkeys(misfit.patch.upstream for misfit in misfits))
@@ -261,18 +231,14 @@ def source_hash(symbol: Any) -> str:
 
 
 def _hashed(patch: Patch, original: Any) -> Any:
-    """Return what the hashes of a patch are of; ``None``: this upstream lacks it."""
+    """Return the symbol whose source the hashes are of; ``None`` if this upstream lacks it."""
     if patch.source_of:
         return getattr(importlib.import_module(patch.module), patch.source_of, None)
     return inspect.getmodule(original) if patch.whole_module else original
 
 
 def _locate(patch: Patch) -> tuple[Any, str, Any]:
-    """Return the object that holds the symbol, the symbol's name there, and the symbol itself.
-
-    Raises:
-        ImportError, AttributeError: it does not exist.
-    """
+    """Return the object that holds the symbol, the symbol's name, and the symbol. Raises if there is none."""
     *path, name = patch.attribute.split(".")
     owner: Any = importlib.import_module(patch.module)
     for part in path:

@@ -1,9 +1,9 @@
 """Give TransformerEngine's rotary embedding a tensor whose values it can count.
 
-Its kernel has 32-bit offsets. Keys are a view of linear_qkv's output, so an 8B's pass 2**31 from 349,526 tokens on:
-the kernel then reads at negative offsets. A copy of the keys alone is six times as short. Packed documents (``thd``)
-have a function of their own in Megatron, which calls the same kernel: its offset is a token's number in the whole pack
-times the stride, however short the documents are.
+Its kernel has 32-bit offsets. Keys are a view of linear_qkv's output, so an 8B's keys pass 2**31 from 349,526 tokens
+on: the kernel then reads at negative offsets. A copy of the keys alone is six times as short. Packed documents
+(``thd``) have a function of their own in Megatron, which calls the same kernel. Its offset is a token's number in the
+whole pack times the stride, however short the documents are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Watch the calls of attention's rotary embedding, so that its outputs can be recomputed.
 
-It is a function that attention calls by name, fused or not. No submodule computes it, so no hook sees its output.
+Attention calls the function by name, fused or not. No submodule computes it, so no hook sees its output.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from megatron.swap.patches.registry import Patch
 
 
 def rotary_patch(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
-    """Make the patch. ``watched(function)`` returns what replaces the function."""
-
-    def build(original: Callable[..., Any]) -> Callable[..., Any]:
-        return watched(original)
-
+    """Make the patch. ``watched(function)`` returns the replacement of the function."""
     return Patch(
         module="megatron.core.transformer.attention",
         attribute="apply_rotary_pos_emb",
-        build=build,
+        build=lambda original: watched(original),  # of this module, which `Patch.file` names
         reason="rotary embedding is a function called by name, so no hook sees its output",
         sources={
             "megatron-core 0.16.1": "2752798f27ef46ca8a977e6f63e3f001cd0e56aca59ec920483094e4336a7d0f",

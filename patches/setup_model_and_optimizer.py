@@ -1,7 +1,7 @@
 """Ask before the model is built whether it may be.
 
-``pretrain`` builds the model first and reads no setting of ours. A script that has our flags and has forgotten
-``SwapSession.install`` would train unswapped without a word.
+``pretrain`` builds the model first and reads no setting of ours. A script with our flags and without
+``SwapSession.install`` would train unswapped, silently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Report which of queries, keys and values TransformerEngine copies before attention saves them.
 
-Megatron cuts the three out of one output of linear_qkv. Rotary embedding replaces queries and keys by new tensors. Then
-no layout of TransformerEngine fits the three, and it copies the values to a tensor of their own.
+Megatron cuts all three out of one output of linear_qkv. Rotary embedding replaces queries and keys by new tensors. Then
+no layout of TransformerEngine fits the three, so the values are copied to a tensor of their own.
 """
 
 from __future__ import annotations

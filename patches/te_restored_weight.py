@@ -1,7 +1,7 @@
 """Make the 8-bit copy of a weight before TransformerEngine's norm-and-linear module asks for the weight's gradient.
 
-Without a kept copy (``megatron_lm/fp8_weights.py``) its backward looks up the buffer of a fused gradient only if there
-is one, makes the copy later, and then fails. The plain linear module looks up the buffer in any case.
+Without a kept copy (``megatron_lm/fp8_weights.py``) the module's backward looks up the buffer of a fused gradient only
+if there is a copy, makes the copy later, and then fails. The plain linear module looks up the buffer in any case.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 
 from megatron.swap.patches.registry import Patch
 
-COPY, WEIGHT = 1, 2
-"""Indices of the copy and of the weight among what the module's backward restores."""
+COPY, WEIGHT = 1, 2  # indices in the tensors that the module's backward restores
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -1,7 +1,4 @@
-"""Make the 8-bit copies of weights, which TransformerEngine keeps, in memory of their own.
-
-Modules make them in their first forward, among activations that come and go.
-"""
+"""Make the 8-bit copies of weights, which TransformerEngine keeps, in memory apart from activations."""
 
 from __future__ import annotations
 
@@ -14,21 +11,18 @@ import torch
 
 from megatron.swap.patches.registry import Patch
 
-MODULES = ("linear", "layernorm_linear", "grouped_linear")
-"""The modules of TransformerEngine's linear layers that Megatron builds."""
+MODULES = ("linear", "layernorm_linear", "grouped_linear")  # of TransformerEngine, that Megatron builds
+# Attributes of the copies for the values that backward reads: with one scale, and with scales of blocks.
 LAYOUTS = ("_transpose", "_columnwise_data")
-"""Attributes of the copies for the values that backward reads: with one scale, and with scales of blocks."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-MOST_COPIES = 2.5
-"""Bytes of all copies of a weight for each of its values: two layouts, scales, and what their kernels need."""
+MOST_COPIES = 2.5  # bytes of all copies of a weight for each of its values: two layouts, scales, and kernels' needs
 
 
 def te_weight_copies_patches(apart: Callable[[float], AbstractContextManager[Any]]) -> list[Patch]:
     """Make the patches, one for each module that has imported the function by name.
 
-    Args:
-        apart: takes the bytes that are needed, and makes the context in which a copy is made. 0: what it takes the
-            place of was made in such a context.
+    ``apart`` takes the bytes that are needed, and makes the context in which a copy is made. The bytes are 0 if the
+    copy replaces memory that was made in such a context.
     """
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +31,7 @@ def te_weight_copies_patches(apart: Callable[[float], AbstractContextManager[Any
             weight: Any = options.get("tensor")
             quantizer: Any = options.get("quantizer")
             copy = options.get("workspace")
-            # A weight that is in 8 bits already is not copied; what is not cached is freed again.
+            # Modules make copies in their first forward. A weight in 8 bits is not copied; an uncached copy is freed.
             if type(weight) not in PLAIN or not options.get("cache") or not lacks(copy, quantizer):
                 return original(**options)
             num_bytes = MOST_COPIES * weight.numel() if copy is None else 0.0
@@ -45,8 +39,8 @@ def te_weight_copies_patches(apart: Callable[[float], AbstractContextManager[Any
             try:
                 with apart(num_bytes):
                     return original(**options)
-            except torch.OutOfMemoryError:  # memory that the process has cached is of no use there
-                quantizer.internal = is_internal  # upstream restores it only where all goes well
+            except torch.OutOfMemoryError:  # the context cannot use memory that the process has cached
+                quantizer.internal = is_internal  # upstream restores it only without an error
                 return original(**options)
 
         return quantize_weight
@@ -65,11 +59,9 @@ def te_weight_copies_patches(apart: Callable[[float], AbstractContextManager[Any
 
 
 def lacks(copy: Any, quantizer: Any) -> bool:
-    """Return whether the layout for backward is to be made: at first, and after forwards without gradients.
-
-    In those (evaluation, layers that are recomputed whole) upstream drops it. It makes another copy, or this layout.
-    A first copy without it is made anew in backward, and stays where activations are.
-    """
+    """Whether the layout for backward is to be made: at first, and after forwards without gradients."""
+    # In such forwards (evaluation, layers that are recomputed whole) upstream drops the layout. Later it makes another
+    # copy, or this layout. A first copy without the layout is made anew in backward, and stays among activations.
     if not getattr(quantizer, "columnwise_usage", False):
         return False
     return all(getattr(copy, layout, None) is None for layout in LAYOUTS)

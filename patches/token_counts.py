@@ -1,8 +1,8 @@
 """Let the numbers of tokens of each expert reach the host before the activations that are being offloaded.
 
-Each layer of experts copies them to the host, and the host waits for them before it launches the experts' kernels. The
-copy would wait for all copies to the host that were issued before. This is the dispatcher ``alltoall``; the others copy
-by other calls, and wait.
+Each layer of experts copies the numbers to the host, which waits for them before it launches the experts' kernels. Such
+a copy would wait for all earlier copies to the host. This is the dispatcher ``alltoall``; other dispatchers copy by
+other calls, and wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def token_counts_patch(can_write: Callable[[Any], bool], write: Callable[[torch.
             if not can_write(tensor):
                 return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
             moved = write(tensor)
-            if record_stream:  # it was made on another stream, whose later kernels must not overwrite it
+            if record_stream:  # the tensor was made on another stream, whose later kernels must not overwrite it
                 tensor.record_stream(torch.cuda.current_stream())
             return moved.numpy() if as_numpy else moved
 

@@ -21,10 +21,8 @@ def train_patch(
 ) -> Patch:
     """Make the patch.
 
-    Args:
-        on_begin: called before the first step; an exception that it raises ends training.
-        on_finish: called once when training has ended, with the exception (or ``SystemExit``) that ended it or
-            ``None``, the model's chunks, and the optimizer.
+    ``on_begin`` is called before the first step; its exception ends training. ``on_finish`` is called once when
+    training has ended, with the exception that ended it or ``None``, the model's chunks, and the optimizer.
     """
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Report every iteration with its losses, next to Megatron's own log line.
 
-Megatron has no hook for that: ``train_step`` passes an iteration's losses to ``training_log``, which keeps only sums.
+Megatron has no hook there: ``train_step`` passes an iteration's losses to ``training_log``, which keeps only sums.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from megatron.swap.patches.registry import Patch
 class OnIteration(Protocol):
     """Called after Megatron has logged. ``losses`` is empty on all pipeline stages but the last.
 
-    ``is_logged``: Megatron printed its line. ``writer``: its TensorBoard writer, or ``None``. ``averages_next``: the
-    next line's loss and time are means over the iterations of this line too, since Megatron prints the first iteration
-    of a process in addition to every ``--log-interval``-th, and does not clear its sums then.
+    Args:
+        is_logged: Megatron printed its line.
+        writer: Megatron's TensorBoard writer, or ``None``.
+        averages_next: the next line's loss and time are means over the iterations of this line too. Megatron prints the
+            first iteration of a process beside every ``--log-interval``-th, and does not clear its sums then.
     """
 
     def __call__(
-        self,
-        iteration: int,
-        losses: dict[str, Tensor],
-        grad_norm: Any,
-        is_logged: bool,
-        writer: Any,
+        self, iteration: int, losses: dict[str, Tensor], grad_norm: Any, is_logged: bool, writer: Any,
         averages_next: bool = False,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
 
 def training_log_patch(on_iteration: OnIteration) -> Patch:
@@ -39,36 +36,18 @@ def training_log_patch(on_iteration: OnIteration) -> Patch:
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def training_log(
-            loss_dict: dict[str, Tensor],
-            total_loss_dict: dict[str, Any],
-            learning_rate: float | None,
-            iteration: int,
-            loss_scale: float,
-            report_memory_flag: bool,
-            skipped_iter: int,
-            grad_norm: Any,
-            *arguments: Any,
-            is_first_iteration: bool = False,
-            **options: Any,
-        ) -> Any:
+            loss_dict: dict[str, Tensor], total_loss_dict: dict[str, Any], learning_rate: float | None, iteration: int,
+            loss_scale: float, report_memory_flag: bool, skipped_iter: int, grad_norm: Any, *arguments: Any,
+            is_first_iteration: bool = False, **options: Any,
+        ) -> Any:  # fmt: skip
             from megatron.training import get_args, get_tensorboard_writer
 
-            # Upstream adds these tensors to running sums and never writes to them. A copy of the dictionary costs
-            # nothing, and whatever upstream does with its own does not concern us.
+            # Upstream adds these tensors to running sums and never writes to them, and may change its dictionary.
             losses = dict(loss_dict)
             result = original(
-                loss_dict,
-                total_loss_dict,
-                learning_rate,
-                iteration,
-                loss_scale,
-                report_memory_flag,
-                skipped_iter,
-                grad_norm,
-                *arguments,
-                is_first_iteration=is_first_iteration,
-                **options,
-            )
+                loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
+                grad_norm, *arguments, is_first_iteration=is_first_iteration, **options,
+            )  # fmt: skip
             is_end = iteration % get_args().log_interval == 0
             averages_next = is_first_iteration and is_end
             writer = get_tensorboard_writer()

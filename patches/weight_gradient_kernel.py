@@ -1,6 +1,6 @@
 """Give Megatron's linear layers a kernel that adds weight gradients to ``main_grad``, where apex's is not installed.
 
-Megatron imports ``fused_weight_gradient_mlp_cuda``, which is in no package of PyPI, and has no other way to name a
+Megatron imports ``fused_weight_gradient_mlp_cuda``, which no package of PyPI has, and has no other way to name a
 kernel. Without the module it refuses ``--gradient-accumulation-fusion``, which is its default.
 """
 
@@ -15,9 +15,7 @@ from megatron.swap.patches.linear_weight_gradients import PATCH as LINEAR
 from megatron.swap.patches.registry import Patch
 
 APEX_MODULE = "fused_weight_gradient_mlp_cuda"
-"""The module of apex."""
-AVAILABLE = "_grad_accum_fusion_available"
-"""Name of the flag in ``LAYERS``: whether Megatron has found a kernel."""
+AVAILABLE = "_grad_accum_fusion_available"  # flag in LAYERS: Megatron has found a kernel
 LAYERS = "megatron.core.tensor_parallel.layers"
 SYMBOL = f"{LAYERS}.{APEX_MODULE}"
 FEATURE = "TransformerEngine's kernel for --gradient-accumulation-fusion"

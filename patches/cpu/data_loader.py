@@ -1,8 +1,8 @@
 """Give the data loader a random generator of its own, and no pinned memory.
 
 Every iterator over a loader draws a seed for its workers from the CPU generator. On a GPU dropout draws from another
-one. Without CUDA both are one generator. A resumed run builds its iterators at another point of the sequence, so it
-would not be equal to the uninterrupted run to the bit.
+generator; without CUDA both are one. A resumed run builds its iterators at another point of the sequence. Its losses
+would differ from those of the uninterrupted run.
 """
 
 from __future__ import annotations

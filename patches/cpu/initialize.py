@@ -2,10 +2,6 @@
 
 With ``allow_no_cuda`` upstream skips both if there is no CUDA device. So ``torch.cuda.device_count`` returns 1 while it
 initializes, and only then.
-
-The process groups are gloo's. Their threads hold tensors of past collectives for some time. A thread that drops the
-last reference to a tensor while the interpreter is finalized aborts the process ("terminate called without an active
-exception"), after training has ended well. So the groups are destroyed before that, which joins the threads.
 """
 
 from __future__ import annotations
@@ -39,10 +35,9 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _destroy_process_groups() -> None:
-    """Destroy all process groups of a process that ends well.
-
-    After an error a collective may be under way, for which joining its thread would wait.
-    """
+    # gloo's threads hold tensors of past collectives. A thread that drops a tensor's last reference while the
+    # interpreter is finalized aborts the process ("terminate called without an active exception"). Destroyed groups
+    # join their threads. After an error a collective may be under way, and the join would wait for ever.
     if torch.distributed.is_initialized() and not hasattr(sys, "last_exc"):
         torch.distributed.destroy_process_group()
 

@@ -1,9 +1,8 @@
 """Redirect every access to the CUDA random state to the CPU's.
 
-Megatron keeps named random states (one for draws that differ between tensor-parallel ranks, one for experts …) and
-loads them into the *CUDA* generator in turn. Dropout on the CPU draws from the CPU generator, so without these patches
-nothing would draw from the named states. Losses would change, tensor-parallel ranks would draw alike, recomputed
-dropout would differ from the first pass, and no error would say so. So every access is patched.
+Megatron keeps named random states (such as one for draws that differ between tensor-parallel ranks) and loads them into
+the *CUDA* generator in turn. Dropout on the CPU draws from the CPU generator, so nothing would draw from the named
+states: tensor-parallel ranks would draw alike, and recomputed dropout would differ, without any error.
 """
 
 from __future__ import annotations
@@ -72,27 +71,11 @@ def _fork(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES = (
     Patch("torch.cuda", "manual_seed", _manual_seed, "it seeds a named random state", _TORCH),
-    Patch(
-        "torch.cuda",
-        "get_rng_state",
-        _get_rng_state,
-        "it reads the state to name, checkpoint or replay it",
-        _TORCH,
-    ),
-    Patch(
-        "torch.cuda",
-        "set_rng_state",
-        _set_rng_state,
-        "it restores the state of a checkpoint or a replay",
-        _TORCH,
-    ),
+    Patch("torch.cuda", "get_rng_state", _get_rng_state, "it reads the state to name, checkpoint or replay it", _TORCH),
+    Patch("torch.cuda", "set_rng_state", _set_rng_state, "it restores the state of a checkpoint or a replay", _TORCH),
     # Upstream calls this one through the submodule, which is another lookup.
     Patch(
-        "torch.cuda.random",
-        "get_rng_state",
-        _get_rng_state,
-        "it reads the state when a named one is entered",
-        _TORCH,
+        "torch.cuda.random", "get_rng_state", _get_rng_state, "it reads the state when a named one is entered", _TORCH
     ),
     Patch(
         module="megatron.core.tensor_parallel.random",

@@ -1,4 +1,4 @@
-"""Replace streams by one that is always done: the CPU runs all work in order, so nothing has to wait."""
+"""Replace streams by an object that is always done: the CPU runs all work in order, so nothing has to wait."""
 
 from __future__ import annotations
 
