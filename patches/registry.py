@@ -152,7 +152,7 @@ def verify(patches: Sequence[Patch]) -> None:
 
 
 def find_misfits(patches: Sequence[Patch]) -> list[Misfit]:
-    """Return the patches that do not fit, in their order. Raises a ``PatchError`` if one is patched already."""
+    """Return the patches that do not fit, in their order. Raises a ``PatchError`` if a symbol is in place."""
     unchecked = {name.strip() for name in os.environ.get(UNCHECKED_VARIABLE, "").split(",")}
     seen: set[str] = set()
     misfits = []

@@ -20,7 +20,7 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
         loader = original(dataset, consumed_samples)
-        if isinstance(loader, torch.utils.data.DataLoader):  # not a user's own ("external") one
+        if isinstance(loader, torch.utils.data.DataLoader):  # not a user's own ("external") loader
             loader.pin_memory = False
             loader.generator = torch.Generator()
         return loader

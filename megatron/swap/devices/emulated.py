@@ -103,7 +103,7 @@ class CopyStream:
         self._longest_delay_s = longest_delay_s
         self._random = random.Random(seed)
         self.failure: BaseException | None = None
-        # A daemon: a device that nobody closed does not keep the process alive.
+        # A daemon: a device that was never closed does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"swap-{name}", daemon=True)
         self._thread.start()
 

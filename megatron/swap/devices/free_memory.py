@@ -1,4 +1,4 @@
-"""Memory of the device outside what the allocator has cached."""
+"""Memory of the device outside the allocator's cache."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def prefers_cudnn() -> bool:
     # with such a cuDNN.
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
-    cudnn = getattr(torch._C, "_cudnn", None)  # torch.backends.cudnn.version() raises for an older one than built with
+    cudnn = getattr(torch._C, "_cudnn", None)  # torch.backends.cudnn.version() may raise
     return cudnn is None or cudnn.getVersionInt() > 91500
 
 

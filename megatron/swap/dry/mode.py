@@ -42,7 +42,7 @@ class _PricedOperators(TorchDispatchMode):
     """Prices every operator, backward's too. Computes integers that depend on shapes alone (positions, masks).
 
     Models ask for such values: whether positions count up, so that attention needs no mask. Values that depend on
-    tokens or weights do not exist, and asking for one is an error.
+    tokens or weights do not exist, and asking for such a value is an error.
     """
 
     def __init__(self, device: DryDevice, gpu: Gpu) -> None:

@@ -133,7 +133,7 @@ def load_library[T](library: Library, loaded: Callable[[Path], T]) -> T:
     try:
         return loaded(build(file.parent, library))
     except (ImportError, OSError) as error:
-        if not was_there or _compiler() is None:  # else the file may be of another machine, and is built again
+        if not was_there or _compiler() is None:  # otherwise the file may be of another machine
             raise
         logger.warning("%s cannot be loaded (%s): it is built again.", file, error)
         file.unlink(missing_ok=True)

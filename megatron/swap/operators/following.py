@@ -25,7 +25,7 @@ def followed(report: Report, sequence: object | None) -> Following:
 
 def _library() -> OperatorLibrary:
     library = load_operators()
-    assert library is not None  # else no layer is followed
+    assert library is not None  # without the library no layer is followed
     return library
 
 

@@ -104,7 +104,7 @@ class RepeatedRuns:
         self._packer: LayerPacker | None = None
 
     def begin(self, run: tuple[int, int], is_known: bool) -> None:
-        """Begin ``run``. ``is_known``: its operators are known, those to record too, and nobody watches it."""
+        """Begin ``run``. ``is_known``: its operators are known, those to record too, and they are not watched."""
         self._run = run
         self.is_repeating = is_known and run in self._repeats
         self._is_noted = is_known and not self.is_repeating and self._num_others[run] < MAX_OTHERS

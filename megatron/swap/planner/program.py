@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -68,10 +69,10 @@ def blocks(profile: Profile) -> list[Block]:
 
 @dataclass(frozen=True)
 class Windows:
-    """Time in ms that the copies of one micro-batch may take without stalling compute. ``None`` for no limit."""
+    """Time in ms that the copies of one micro-batch may take without stalling compute."""
 
-    out_ms: float | None
-    in_ms: float | None
+    out_ms: float  # infinite for no limit
+    in_ms: float
     host_early_ms: float = 0.0  # the device waits unless the host finishes the first forward this much earlier
 
 
@@ -79,7 +80,7 @@ def bound_windows(profile: Profile) -> Windows:
     """Return upper bounds of the windows. With them the program's optimum is a lower bound of the step time."""
     if profile.pipeline.size > 1:
         # Copies of one micro-batch overlap with other micro-batches, and backward may begin before an offload ends.
-        return Windows(None, None)
+        return Windows(inf, inf)
     # Without a pipeline all offloads end by the end of forward, and reloads begin with backward.
     first = profile.chunks[0][:1]
     begin = min((site.saved_at_ms for layer in first for site in profile.of_layer(layer).sites), default=0.0)
@@ -241,7 +242,7 @@ class Program:
                     if kind == "swap":
                         row[i] = live[self.blocks[number].chunk] * self._swapped[i]
                 at_most(row, host_gib * MIB_PER_GIB)
-        if windows.out_ms is not None:
+        if windows.out_ms < inf:
             for late_ms, later in self._later:
                 row = self._swapped * later * profile.out_ms_per_mib
                 row[self._out] = -1
@@ -250,7 +251,7 @@ class Program:
         if profile.pipeline.size == 1 and host_row.any():
             at_most(host_row, host_room_ms)
             self._watch_recomputation(at_most)
-        if windows.in_ms is not None:
+        if windows.in_ms < inf:
             row = self._swapped * profile.in_ms_per_mib - self._recompute
             row[self._in] = -1
             at_most(row, windows.in_ms)

@@ -155,7 +155,7 @@ class _Step:
     def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int) -> None:
         self._profile = profile
         self._scripts: dict[int, LayerScript] = scripts(profile, plan)
-        self._is_hooked = any(script.has_hooks for script in self._scripts.values())  # else layers run as they are
+        self._is_hooked = any(script.has_hooks for script in self._scripts.values())  # False if layers run as they are
         self._now = self._out_free = self._in_free = 0.0
         self._out_stall = self._in_stall = self._recompute = 0.0
         self._mib = self._host_mib = 0.0

@@ -141,7 +141,7 @@ def _for_any_host(
 
 
 def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
-    """Return the fastest plans for ``num_points`` budgets, from the smallest feasible one to keeping everything."""
+    """Return the fastest plans for ``num_points`` budgets, from the smallest feasible budget to keeping everything."""
     smallest = smallest_budget(profile)
     most = simulate(profile, empty_plan(profile)).peak_gib + profile.reserves_gib[-1]
     points: list[Solution] = []
@@ -220,8 +220,7 @@ class _Search:
         for one in passes:
             is_skipped = (one.prefetch and profile.pipeline.size > 1) or (one.corrects_host and not self.waits)
             if not is_skipped:
-                part = Windows(_scaled_ms(windows.out_ms, one.window), _scaled_ms(windows.in_ms, one.window))
-                self._refine(budget_gib, part, one)
+                self._refine(budget_gib, Windows(windows.out_ms * one.window, windows.in_ms * one.window), one)
             fitting = self.fitting(budget_gib)
             if fitting and fitting[0][1].step_ms <= one.near * first.bound_ms:
                 break
@@ -233,8 +232,8 @@ class _Search:
         """Repeat: solve the program, simulate its plan, and correct the program where it was too optimistic.
 
         A plan over a memory budget shrinks the program's budget. Copies that stall longer than assumed narrow its
-        windows by the difference, and so do waits for the host. The plan changes with each correction, so that one may
-        be too much. Then windows are bisected.
+        windows by the difference. A longer wait for the host makes the host earlier by the difference. The plan changes
+        with each correction, so a correction may be too much. Then all three are bisected.
         """
         profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
         tighter_gib = TIGHTER_GIB
@@ -269,12 +268,12 @@ class _Search:
                 # The host's lead must go first.
                 early_ms = host_more - min(0.0, answer.host_exposed_ms) if host_more >= NEAR_MS else 0.0
                 windows = Windows(
-                    _narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more),
+                    windows.out_ms - max(0.0, out_more), windows.in_ms - max(0.0, in_more),
                     windows.host_early_ms + early_ms,
                 )  # fmt: skip
             else:
                 windows = Windows(
-                    _middle(too_wide.out_ms, wide_enough.out_ms), _middle(too_wide.in_ms, wide_enough.in_ms),
+                    (too_wide.out_ms + wide_enough.out_ms) / 2, (too_wide.in_ms + wide_enough.in_ms) / 2,
                     (too_wide.host_early_ms + wide_enough.host_early_ms) / 2,
                 )  # fmt: skip
 
@@ -289,11 +288,9 @@ class _Search:
                 self._simulate(counts, window_fractions=(1.0,))
 
     def _simulate(
-        self,
-        counts: Sequence[Counts],
-        orders: tuple[Order, ...] | None = None,
+        self, counts: Sequence[Counts], orders: tuple[Order, ...] | None = None,
         window_fractions: tuple[float, ...] = (),
-    ) -> list[Prediction]:
+    ) -> list[Prediction]:  # fmt: skip
         predictions = []
         for order in orders or self._orders:
             assignment = _arrange(self._program.blocks, counts, order)
@@ -305,18 +302,6 @@ class _Search:
                     self._found[assignment, fraction] = plan, simulate(self._profile, plan)
                 predictions.append(self._found[assignment, fraction][1])
         return predictions
-
-
-def _scaled_ms(window_ms: float | None, fraction: float) -> float | None:
-    return None if window_ms is None else window_ms * fraction
-
-
-def _narrower(window_ms: float | None, by_ms: float) -> float | None:
-    return None if window_ms is None else window_ms - max(0.0, by_ms)
-
-
-def _middle(wide_ms: float | None, narrow_ms: float | None) -> float | None:
-    return None if wide_ms is None or narrow_ms is None else (wide_ms + narrow_ms) / 2
 
 
 def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], order: Order) -> Assignment:

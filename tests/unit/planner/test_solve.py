@@ -94,7 +94,8 @@ def test_the_solver_is_asked_once_for_the_same(monkeypatch: pytest.MonkeyPatch) 
     assert len(asked) == 1
     assert Program(of).solve(budget, of.host_gib, bound_windows(of), gap=0.1) is not None
     assert Program(of).solve(2 * budget, of.host_gib, bound_windows(of)) is not None
-    assert Program(of).solve(None, None, Windows(None, None)) is not None  # its limits are whole numbers
+    unlimited = Windows(float("inf"), float("inf"))
+    assert Program(of).solve(None, None, unlimited) is not None  # its limits are whole numbers
     assert len(asked) == 4
 
 
