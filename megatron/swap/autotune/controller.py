@@ -35,10 +35,6 @@ class AutoPlan:
         target: model, device and budget.
         parts: what is measured and switched. The model is built, and its layers have their boundaries.
         output: takes lines for users.
-
-    Attributes:
-        has_switched: whether the next step holds another amount of memory than the last one.
-        last_step: measurements of the last step, the worst of all ranks; ``None``: there was none.
     """
 
     def __init__(self, target: PlanTarget, parts: RunParts, output: Output) -> None:
@@ -56,7 +52,8 @@ class AutoPlan:
         self._guard = parts.guard
         self._reported: dict[str, Plan | None] = {}
         self._undo: list[Callable[[], None]] = [self._profiler.close]
-        self.has_switched = False
+        self.has_switched = False  # whether the next step holds another amount of memory than the last one
+        # measurements of the last step, the worst of all ranks; ``None``: there was none
         self.last_step: Step | None = None
         self._switch_guard()
         budget = format_bytes(target.budget_gib * GIB)

@@ -18,16 +18,13 @@ class PipelinePlanner:
         ranks: all ranks of the run.
         pipeline_rank: this rank's stage.
         max_candidates: most plans that are returned.
-
-    Attributes:
-        leaders: stage → the rank that solves for it; empty before the first plans.
     """
 
     def __init__(self, ranks: Ranks, pipeline_rank: int, max_candidates: int) -> None:
         self._ranks = ranks
         self._pipeline_rank = pipeline_rank
         self._max_candidates = max_candidates
-        self.leaders: dict[int, int] = {}
+        self.leaders: dict[int, int] = {}  # stage → the rank that solves for it; empty before the first plans
 
     def whole_layers(self, profile: Callable[[], Profile], budget_gib: float) -> Plan | None:
         """Return this rank's plan that recomputes every layer whole; ``None`` if such plans do not fit on all ranks.

@@ -60,23 +60,14 @@ class Measurement(Enum):
 
 @dataclass(frozen=True)
 class Transition:
-    """The decision after a step.
+    """The decision after a step."""
 
-    Attributes:
-        stage: stage of the next step.
-        plan: plan of the next step; ``None``: the safe policy, which keeps as little as it can.
-        is_new_plan: the plan has to be applied, since the last step ran under another one.
-        measurement: what is measured of the next step.
-        is_settled: the search has ended, so that plan and profile can be saved.
-        lines: for people, in order.
-    """
-
-    stage: Stage
-    plan: Plan | None = None
-    is_new_plan: bool = False
-    measurement: Measurement = Measurement.NONE
-    is_settled: bool = False
-    lines: tuple[str, ...] = ()
+    stage: Stage  # stage of the next step
+    plan: Plan | None = None  # plan of the next step; ``None``: the safe policy, which keeps as little as it can
+    is_new_plan: bool = False  # the plan has to be applied, since the last step ran under another one
+    measurement: Measurement = Measurement.NONE  # what is measured of the next step
+    is_settled: bool = False  # the search has ended, so that plan and profile can be saved
+    lines: tuple[str, ...] = ()  # for people, in order
 
 
 @dataclass(frozen=True)
@@ -91,21 +82,13 @@ class StageEntry:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Bounds of the search for a plan.
+    """Bounds of the search for a plan."""
 
-    Attributes:
-        budget_gib: most memory that the device may hold.
-        max_candidates: plans that are tried.
-        keeps_time: whether the device's times are meaningful, so that slower steps lead to a new plan.
-        most_micro_batches: steps with this many micro-batches hold as much memory as steps with more.
-        settling_steps: first steps of a candidate, which are not judged.
-    """
-
-    budget_gib: float
-    max_candidates: int
-    keeps_time: bool = True
-    most_micro_batches: int = sys.maxsize
-    settling_steps: int = SETTLING_STEPS
+    budget_gib: float  # most memory that the device may hold
+    max_candidates: int  # plans that are tried
+    keeps_time: bool = True  # whether the device's times are meaningful, so that slower steps lead to a new plan
+    most_micro_batches: int = sys.maxsize  # steps with this many micro-batches hold as much memory as steps with more
+    settling_steps: int = SETTLING_STEPS  # first steps of a candidate, which are not judged
 
     @property
     def num_steps_needed(self) -> int:
@@ -175,12 +158,11 @@ class StateMachine:
     Attributes:
         num_replans: how often a plan was made or taken up after the first one.
         num_infeasible: workloads for which no plan was found that stays below the budget.
-        history: the stages that were entered.
     """
 
     def __init__(self, limits: SearchLimits, make_plans: PlanMaker) -> None:
         self.num_replans = self.num_infeasible = 0
-        self.history: list[StageEntry] = []
+        self.history: list[StageEntry] = []  # the stages that were entered
         self._limits = limits
         self._make_plans = make_plans
         self._state: _Recording | _Timing | _Searching | _Stable = _Recording()

@@ -39,10 +39,6 @@ class SwitchingPolicy(Policy):
     Args:
         safe: answers while there is no plan.
         min_bytes: smaller storages are kept, also when memory is short.
-
-    Attributes:
-        is_short: the current step saves more than its plan expects. Until the step ends, what the plan keeps is
-            swapped. Nothing more is recomputed: recomputation may take part in collectives, which all ranks must join.
     """
 
     def __init__(self, safe: Policy, min_bytes: int) -> None:
@@ -50,6 +46,8 @@ class SwitchingPolicy(Policy):
         self._min_swapped_bytes = min_bytes
         self.min_bytes = safe.min_bytes
         self._keeps_all = False
+        # the current step saves more than its plan expects. Until the step ends, what the plan keeps is swapped.
+        # Nothing more is recomputed: recomputation may take part in collectives, which all ranks must join.
         self.is_short = False
 
     def apply_plan(self, plan: Plan | None) -> None:

@@ -29,27 +29,20 @@ the layers is known, and offloaded beside the forward after that."""
 class PlanTarget:
     """Model, device and budget. Known before the model is built.
 
-    Attributes:
-        settings: budget, limits of the search, files for plan and profile.
-        describe: returns the shape of the whole model. It is called once the first step has run: a model that was built
-            before it was swapped shows only then how long its sequences are.
-        device_gib: memory of the device.
-        recompute: producers whose outputs may be recomputed.
-        recomputes_layers: whether whole layers may be recomputed.
-        timeout_minutes: how long a rank waits for the others when they agree; ``None``: torch's default.
-        remedy: what to do if the model alone exceeds the budget; empty: what Megatron's flags can do.
-
     Raises:
         UsageError: the device has less memory than the budget.
     """
 
-    settings: Settings
+    settings: Settings  # budget, limits of the search, files for plan and profile
     describe: Callable[[], Model]
-    device_gib: float
-    recompute: Collection[str]
-    recomputes_layers: bool = True
+    """Returns the shape of the whole model. It is called once the first step has run: a model that was built before it
+    was swapped shows only then how long its sequences are."""
+    device_gib: float  # memory of the device
+    recompute: Collection[str]  # producers whose outputs may be recomputed
+    recomputes_layers: bool = True  # whether whole layers may be recomputed
     timeout_minutes: float | None = None
-    remedy: str = ""
+    """How long a rank waits for the others when they agree; ``None``: torch's default."""
+    remedy: str = ""  # what to do if the model alone exceeds the budget; empty: what Megatron's flags can do
 
     def __post_init__(self) -> None:
         self.settings.budget_gib(self.device_gib)
@@ -88,7 +81,7 @@ class PlanTarget:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that the planner measures and switches.
+    """The parts of a run that the planner measures and switches."""
 
     Attributes:
         layers: the boundaries around the layers of this rank.
@@ -116,19 +109,19 @@ class RunParts:
     num_micro_batches: Callable[[], int]
     host_bytes: Callable[[], int]
     take_peak: Callable[[], tuple[int, int]]
+    """Returns the most bytes held since the last call, and the bytes held now. Used where the device does not report
+    reserved memory."""
     offloaded_state: Callable[[], OffloadedState | None] = lambda: None
+    """Returns measurements of the optimizer state that may be offloaded; ``None``: the planner does not decide about
+    it."""
     set_offload_fraction: Callable[[float], None] = lambda _: None
-    guard: OomGuard | None = None
+    """Offloads this fraction of the optimizer state from now on."""
+    guard: OomGuard | None = None  # is on while steps are measured; ``None``: the planner does not switch it
 
 
 @dataclass(frozen=True)
 class Output:
-    """Takes lines for users.
+    """Takes lines for users."""
 
-    Attributes:
-        all_ranks: takes a line that is equal on all ranks.
-        this_rank: takes lines of this rank alone.
-    """
-
-    all_ranks: Callable[[str], None]
-    this_rank: Callable[[Sequence[str]], None]
+    all_ranks: Callable[[str], None]  # takes a line that is equal on all ranks
+    this_rank: Callable[[Sequence[str]], None]  # takes lines of this rank alone

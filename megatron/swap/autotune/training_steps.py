@@ -72,12 +72,11 @@ class TrainingSteps:
         on_end: called with the number of the step that has ended, from 1.
 
     Attributes:
-        number: steps that have ended.
         num_forwards: forwards of the present step.
     """
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
-        self.number = 0
+        self.number = 0  # steps that have ended
         self.num_forwards = self._last_num_forwards = 0
         self._on_end = on_end
         self._chunks: list[nn.Module] = []

@@ -16,21 +16,17 @@ class Step:
     """Measurements of a training step, each the worst of all ranks.
 
     Attributes:
-        number: iteration, from 1 on.
-        ms: duration in ms; ``None`` while it is not known.
-        peak_gib: most memory that the device held during the step.
         num_tensors, saved_mib: tensors that the largest micro-batch saved, and their bytes.
-        num_micro_batches: micro-batches of the step.
-        full_gib: above 0 if the device was full below its budget. The step counts as this much above the budget.
     """
 
-    number: int
-    ms: float | None
-    peak_gib: float
+    number: int  # iteration, from 1 on
+    ms: float | None  # duration in ms; ``None`` while it is not known
+    peak_gib: float  # most memory that the device held during the step
     num_tensors: float
     saved_mib: float
-    num_micro_batches: int
+    num_micro_batches: int  # micro-batches of the step
     full_gib: float = 0.0
+    """Above 0 if the device was full below its budget. The step counts as this much above the budget."""
 
     def over_gib(self, budget_gib: float) -> float:
         """Return by how much the step exceeded ``budget_gib``; below 0 if it stayed within it."""
@@ -43,24 +39,17 @@ class Workload:
 
     Attributes:
         fewest_tensors, most_tensors: range of the tensors that recorded steps saved.
-        saved_mib: most that a recorded step saved.
-        num_micro_batches: micro-batches of a step.
-        best_ms: duration of a step under the chosen plan, in ms; ``None`` while it is not known.
-        spare_gib: the solver gets this much less than the budget, because measured peaks exceeded the budget.
-        num_tightened: how often ``spare_gib`` was raised.
-        too_high_gib: lowest predicted peak of a plan whose measured peak led to that.
-        num_widened: how often a plan was tried that uses memory which others left free.
     """
 
     fewest_tensors: float
     most_tensors: float
-    saved_mib: float
-    num_micro_batches: int
-    best_ms: float | None = None
-    spare_gib: float = 0.0
-    num_tightened: int = 0
-    too_high_gib: float = math.inf
-    num_widened: int = 0
+    saved_mib: float  # most that a recorded step saved
+    num_micro_batches: int  # micro-batches of a step
+    best_ms: float | None = None  # duration of a step under the chosen plan, in ms; ``None`` while it is not known
+    spare_gib: float = 0.0  # the solver gets this much less than the budget, because measured peaks exceeded the budget
+    num_tightened: int = 0  # how often ``spare_gib`` was raised
+    too_high_gib: float = math.inf  # lowest predicted peak of a plan whose measured peak led to that
+    num_widened: int = 0  # how often a plan was tried that uses memory which others left free
 
     @classmethod
     def of_step(cls, step: Step) -> Workload:

@@ -28,23 +28,14 @@ from megatron.swap.forecast.options import CHECKPOINTING, NOTHING, Option, best,
 
 @dataclass(frozen=True)
 class HfPlan:
-    """The options of a model.
+    """The options of a model."""
 
-    Attributes:
-        found: the simplest first; the last one is planned.
-        chosen: the fastest that fits, or a simpler one that is nearly as fast; ``None``: none fits.
-        on: the budget and the GPU, for people.
-        tokens: those of a step.
-        planned_by: the call that plans, without its budget.
-        call: what to type for ``chosen``; empty: nothing.
-    """
-
-    found: Sequence[Option]
-    chosen: Option | None
-    on: str
-    tokens: int
-    planned_by: str
-    call: str
+    found: Sequence[Option]  # the simplest first; the last one is planned
+    chosen: Option | None  # the fastest that fits, or a simpler one that is nearly as fast; ``None``: none fits
+    on: str  # the budget and the GPU, for people
+    tokens: int  # those of a step
+    planned_by: str  # the call that plans, without its budget
+    call: str  # what to type for ``chosen``; empty: nothing
 
 
 def plan_model(options: argparse.Namespace) -> HfPlan:

@@ -30,16 +30,12 @@ LAYER_SECTION = "layer"
 
 
 class Infeasible(UsageError):
-    """Error: no plan fits.
-
-    Attributes:
-        smallest_gib: the smallest budget, in GiB, for which a plan was found, rounded up.
-        fragments_gib: how much of it allows for fragmentation as it was measured. The plan may need that much less.
-    """
+    """Error: no plan fits."""
 
     def __init__(self, message: str, smallest_gib: float, fragments_gib: float = 0.0) -> None:
         super().__init__(message)
-        self.smallest_gib = smallest_gib
+        self.smallest_gib = smallest_gib  # the smallest budget, in GiB, for which a plan was found, rounded up
+        # how much of it allows for fragmentation as it was measured. The plan may need that much less.
         self.fragments_gib = fragments_gib
 
 
@@ -104,17 +100,12 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class PlanClass:
-    """Layers with the same actions.
+    """Layers with the same actions."""
 
-    Attributes:
-        layers: layer numbers, 0-based over the whole model, such as ``0-9,12``.
-        sites: actions by ``path/ordinal``. Other sites are kept.
-        sections: parts of a layer that are recomputed in backward (``mlp``, ``layer``). Their saved tensors are freed.
-    """
-
-    layers: str
-    sites: dict[str, SitePlan]
+    layers: str  # layer numbers, 0-based over the whole model, such as ``0-9,12``
+    sites: dict[str, SitePlan]  # actions by ``path/ordinal``. Other sites are kept.
     sections: tuple[str, ...] = ()
+    """Parts of a layer that are recomputed in backward (``mlp``, ``layer``). Their saved tensors are freed."""
 
     def __post_init__(self) -> None:
         self.numbers()
@@ -141,10 +132,6 @@ class Predicted:
 class Plan:
     """The action for each site of each layer.
 
-    Attributes:
-        prefetch_gib: maximum that is prefetched ahead of its layer's backward; ``None``: what the largest layer swaps.
-        offload_fraction: fraction of the optimizer state that is offloaded; ``None``: the plan does not set it.
-
     Raises:
         UsageError: two classes name the same layer, a layer is not in the model, or a number is out of range.
     """
@@ -155,7 +142,9 @@ class Plan:
     predicted: Predicted | None
     classes: tuple[PlanClass, ...]
     prefetch_gib: float | None = None
+    """Maximum that is prefetched ahead of its layer's backward; ``None``: what the largest layer swaps."""
     offload_fraction: float | None = field(metadata={"key": "resting"}, default=None)
+    """Fraction of the optimizer state that is offloaded; ``None``: the plan does not set it."""
     file: str | None = field(metadata={"key": None}, default=None, compare=False)
     """The file that the plan was read from."""
     _class_of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)

@@ -70,21 +70,13 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class LayerPosition:
-    """Position of a layer in the forward of its model chunk.
+    """Position of a layer in the forward of its model chunk."""
 
-    Attributes:
-        num_after: layers of the chunk that run after this one.
-        trailing_layers: length of the unbroken run of layers to be swapped at the end of the chunk.
-        ends_in_loss: whether the chunk ends in the loss, so that its last layer comes first in backward.
-        swapped: whether this layer is to be swapped.
-        num_layers: layers of the chunk.
-    """
-
-    num_after: int
-    trailing_layers: int
-    ends_in_loss: bool
-    swapped: bool = True
-    num_layers: int = 1
+    num_after: int  # layers of the chunk that run after this one
+    trailing_layers: int  # length of the unbroken run of layers to be swapped at the end of the chunk
+    ends_in_loss: bool  # whether the chunk ends in the loss, so that its last layer comes first in backward
+    swapped: bool = True  # whether this layer is to be swapped
+    num_layers: int = 1  # layers of the chunk
 
     @property
     def early_release(self) -> bool:

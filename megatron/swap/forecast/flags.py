@@ -59,47 +59,33 @@ OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
 
 @dataclass(frozen=True)
 class Training:
-    """A run as training flags describe it: the input of ``shape_profile``.
-
-    Attributes:
-        tied: whether embedding and output layer share their weights.
-        host_gib: limit of the rank's host memory; ``None``: no flag sets it.
-        disk_gib: limit of the disk, used once host memory is full; infinite: no flag sets it; 0: there is no disk.
-        budget_gib: limit of the rank's device memory, as ``--swap-memory-gib``; ``None``: no flag sets it.
-        budget_fraction: the same limit as a fraction of the device's memory, as ``--swap-memory-fraction``.
-        num_gpus: GPUs of the run.
-        num_replicas: replicas of the model, each with its own part of the batch.
-        shares_state: whether ranks that hold the same weights share their optimizer state.
-        has_positions: whether the flags say how many positions Megatron provides for.
-        state_stays: a flag with which optimizer state cannot be offloaded; ``None``: it can.
-        loss_chunks: as ``Settings.loss_chunks``.
-        has_sum_in_loss: as for ``loss_bytes``.
-        fuses_gradients: whether layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients.
-        avoids_disk: a flag with which optimizer state cannot be on disk; ``None``: it can.
-        may_drop_copies: the planner chooses whether layers in FP8 keep copies of their weights: no flag says it, and
-            there is one pipeline stage, since all stages must do the same.
-        has_dropout: as for ``layer_class``.
-    """
+    """A run as training flags describe it: the input of ``shape_profile``."""
 
     model: Model
     num_micro_batches: int
-    tied: bool
+    tied: bool  # whether embedding and output layer share their weights
     states: States
-    host_gib: float | None = None
+    host_gib: float | None = None  # limit of the rank's host memory; ``None``: no flag sets it
     disk_gib: float = 0.0
+    """Limit of the disk, used once host memory is full; infinite: no flag sets it; 0: there is no disk."""
     budget_gib: float | None = None
-    num_gpus: int = 1
-    num_replicas: int = 1
+    """Limit of the rank's device memory, as ``--swap-memory-gib``; ``None``: no flag sets it."""
+    num_gpus: int = 1  # GPUs of the run
+    num_replicas: int = 1  # replicas of the model, each with its own part of the batch
     budget_fraction: float | None = None
-    shares_state: bool = False
-    has_positions: bool = True
-    state_stays: str | None = None
-    loss_chunks: int | Literal["auto"] | None = None
-    has_sum_in_loss: bool = False
+    """The same limit as a fraction of the device's memory, as ``--swap-memory-fraction``."""
+    shares_state: bool = False  # whether ranks that hold the same weights share their optimizer state
+    has_positions: bool = True  # whether the flags say how many positions Megatron provides for
+    state_stays: str | None = None  # a flag with which optimizer state cannot be offloaded; ``None``: it can
+    loss_chunks: int | Literal["auto"] | None = None  # as ``Settings.loss_chunks``
+    has_sum_in_loss: bool = False  # as for ``loss_bytes``
     fuses_gradients: bool = False
-    avoids_disk: str | None = None
+    """Whether layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients."""
+    avoids_disk: str | None = None  # a flag with which optimizer state cannot be on disk; ``None``: it can
     may_drop_copies: bool = False
-    has_dropout: bool = False
+    """The planner chooses whether layers in FP8 keep copies of their weights: no flag says it, and there is one
+    pipeline stage, since all stages must do the same."""
+    has_dropout: bool = False  # as for ``layer_class``
 
     @property
     def num_loss_chunks(self) -> int:

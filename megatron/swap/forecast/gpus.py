@@ -10,42 +10,27 @@ from megatron.swap.common.types import MOST, UsageError
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU.
-
-    Attributes:
-        tflops: bf16 TFLOP/s of linear layers, as training reaches them.
-        attention_tflops: TFLOP/s of causal fused attention's forward, half of the products counted.
-        memory_gb_s: memory bandwidth of elementwise kernels.
-        optimizer_gb_s: memory bandwidth of the optimizer step, with its many small tensors and the gradient norm.
-        link_gb_s: copies from or to pinned memory in one direction, by this GPU alone.
-        link_both_gb_s: copies in each direction while both are busy.
-        peak_tflops: dense bf16 TFLOP/s of the data sheet.
-        cuda_name: the device name that CUDA reports.
-        is_link_shared: the GPUs of a host share what the host can copy.
-        fp8_tflops: TFLOP/s of linear layers in FP8; 0: it has no FP8.
-        fp8_recipes: recipes that TransformerEngine supports on it and that ``forecast/fp8.py`` covers.
-        num_fp8_layouts: copies of an FP8 weight: 2 where a product needs its transpose, too.
-        flash_speeds: speed of flash-attn relative to cuDNN's attention, in forward and in backward.
-        own_flash_speeds: the same of PyTorch's own flash attention, flash-attn 2.
-    """
+    """A kind of GPU."""
 
     name: str
-    tflops: float
-    attention_tflops: float
-    memory_gb_s: float
-    optimizer_gb_s: float
+    tflops: float  # bf16 TFLOP/s of linear layers, as training reaches them
+    attention_tflops: float  # TFLOP/s of causal fused attention's forward, half of the products counted
+    memory_gb_s: float  # memory bandwidth of elementwise kernels
+    optimizer_gb_s: float  # memory bandwidth of the optimizer step, with its many small tensors and the gradient norm
     memory_gib: float
-    link_gb_s: float
-    link_both_gb_s: float
+    link_gb_s: float  # copies from or to pinned memory in one direction, by this GPU alone
+    link_both_gb_s: float  # copies in each direction while both are busy
     source: str
-    peak_tflops: float
-    cuda_name: str
-    is_link_shared: bool = True
-    fp8_tflops: float = 0.0
+    peak_tflops: float  # dense bf16 TFLOP/s of the data sheet
+    cuda_name: str  # the device name that CUDA reports
+    is_link_shared: bool = True  # the GPUs of a host share what the host can copy
+    fp8_tflops: float = 0.0  # TFLOP/s of linear layers in FP8; 0: it has no FP8
     fp8_recipes: tuple[str, ...] = ()
-    num_fp8_layouts: int = 2
+    """Recipes that TransformerEngine supports on it and that ``forecast/fp8.py`` covers."""
+    num_fp8_layouts: int = 2  # copies of an FP8 weight: 2 where a product needs its transpose, too
     flash_speeds: tuple[float, float] = (1.0, 1.0)
-    own_flash_speeds: tuple[float, float] = (1.0, 1.0)
+    """Speed of flash-attn relative to cuDNN's attention, in forward and in backward."""
+    own_flash_speeds: tuple[float, float] = (1.0, 1.0)  # the same of PyTorch's own flash attention, flash-attn 2
 
     def for_width(self, hidden_size: int) -> Gpu:
         """Return this GPU with the speed of linear layers that it has at this hidden size.

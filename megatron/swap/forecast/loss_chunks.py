@@ -20,20 +20,13 @@ FEWEST_TOKENS = 256
 
 @dataclass(frozen=True)
 class LossBytes:
-    """Bytes around the loss of one micro-batch on one rank, beside what layers hold.
+    """Bytes around the loss of one micro-batch on one rank, beside what layers hold."""
 
-    Attributes:
-        inputs: the final norm's input and output, which are saved.
-        logits: those that exist at a time.
-        rows: those of them that exist in single precision at a time, in forward.
-        gradients: in backward of several chunks: of the final norm's output, and the sum of the weight's if they hold
-            it.
-    """
-
-    inputs: float
-    logits: float
-    rows: float
+    inputs: float  # the final norm's input and output, which are saved
+    logits: float  # those that exist at a time
+    rows: float  # those of them that exist in single precision at a time, in forward
     gradients: float
+    """In backward of several chunks: of the final norm's output, and the sum of the weight's if they hold it."""
 
     @property
     def kept(self) -> float:

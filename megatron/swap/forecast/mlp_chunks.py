@@ -17,18 +17,12 @@ FEWEST_TOKENS = 16384
 
 @dataclass(frozen=True)
 class MlpChunk:
-    """One call of a layer's MLP: all tokens, or a chunk of them with ``--mlp-chunks-for-training``.
-
-    Attributes:
-        num_saved: tensors that linear_fc1 saves in each: its input, the norm's output, the norm's statistics.
-        part: of the tokens.
-        done: part of the tokens whose backward precedes this chunk's. The last chunk's comes first.
-    """
+    """One call of a layer's MLP: all tokens, or a chunk of them with ``--mlp-chunks-for-training``."""
 
     number: int
-    num_saved: int
-    part: float = 1.0
-    done: float = 0.0
+    num_saved: int  # tensors that linear_fc1 saves in each: its input, the norm's output, the norm's statistics
+    part: float = 1.0  # of the tokens
+    done: float = 0.0  # part of the tokens whose backward precedes this chunk's. The last chunk's comes first.
 
     @property
     def norm(self) -> str:

@@ -47,25 +47,19 @@ class Option:
     """One way to train, with its prediction for a rank.
 
     Attributes:
-        flags: what the training command gets for it, without the budget.
-        profile: the step that the plan was made from.
-        device_gib: the device's peak of reserved memory; if no plan fits, the smallest feasible budget.
         host_gib, disk_gib: offloaded activations and optimizer state.
-        prediction: ``None``: no plan fits.
-        solution: ``None``: no plan fits, or the option needs no planner.
-        states: storage of weights, gradients and optimizer state; ``None``: a profile does not say.
     """
 
     name: str
-    flags: tuple[str, ...]
-    profile: Profile
-    device_gib: float
+    flags: tuple[str, ...]  # what the training command gets for it, without the budget
+    profile: Profile  # the step that the plan was made from
+    device_gib: float  # the device's peak of reserved memory; if no plan fits, the smallest feasible budget
     host_gib: float
     disk_gib: float
     fits: bool
-    prediction: Prediction | None
-    solution: Solution | None = None
-    states: States | None = None
+    prediction: Prediction | None  # ``None``: no plan fits
+    solution: Solution | None = None  # ``None``: no plan fits, or the option needs no planner
+    states: States | None = None  # storage of weights, gradients and optimizer state; ``None``: a profile does not say
 
     @property
     def needed_gib(self) -> float:

@@ -10,21 +10,14 @@ from megatron.swap.forecast.options import Option
 
 @dataclass(frozen=True)
 class Decision:
-    """The option for all planned stages, with the options of the stage that decides.
+    """The option for all planned stages, with the options of the stage that decides."""
 
-    Attributes:
-        rank: the stage that the chosen option does not fit, else the slower one.
-        found: the options of that stage.
-        chosen: one of ``found`` that fits every planned stage; ``None``: none does.
-        least: the option with the smallest budget that is enough for every planned stage.
-        unfit: name of an option that fits this stage → another stage that it does not fit.
-    """
-
-    rank: int
-    found: Sequence[Option]
-    chosen: Option | None
-    least: Option
+    rank: int  # the stage that the chosen option does not fit, else the slower one
+    found: Sequence[Option]  # the options of that stage
+    chosen: Option | None  # one of ``found`` that fits every planned stage; ``None``: none does
+    least: Option  # the option with the smallest budget that is enough for every planned stage
     unfit: Mapping[str, int] = field(default_factory=dict)
+    """Name of an option that fits this stage → another stage that it does not fit."""
 
 
 def planned_ranks(num_stages: int, rank: int | None, is_saved: bool) -> tuple[int, ...]:

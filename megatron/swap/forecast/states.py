@@ -74,36 +74,25 @@ def split_before_disk(offloaded_gib: float, host_gib: float, activations_gib: fl
 
 @dataclass(frozen=True)
 class States:
-    """Storage of weights, gradients and optimizer state.
+    """Storage of weights, gradients and optimizer state."""
 
-    Attributes:
-        gradient_bytes: bytes of one gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that.
-        state_bytes: bytes of one parameter's fp32 main value and two moments. TransformerEngine's precision-aware
-            optimizer stores only the 16 bits of the main value that the bf16 weight lacks.
-        num_shards: number of ranks that share the state.
-        offload_fraction: fraction of the state that is offloaded to host memory (``--swap-optimizer``).
-        is_auto: the planner decides how much is offloaded, at most ``offload_fraction``.
-        weight_bytes: bytes of one weight: 2 in bf16, or 4 in fp32, where weights are the main values.
-        has_fp8_weights: linear layers in FP8 have no weights in bf16 (``--fp8-param-gather``).
-        copied_gradient_bytes: bytes of the copy of one gradient that the optimizer makes for its step: 4 if gradients
-            are in 16 bits and Megatron copies them (``_copy_model_grads_to_main_grads``).
-        num_fp8_moments: moments of a parameter that are in 8 bits.
-        transpose_bytes: bytes of their transposes on this GPU. TransformerEngine keeps them with the moments;
-            ``--swap-optimizer`` drops them (``optimizer/wrapped.py``).
-        fp8_bytes: bytes that FP8 adds to the average weight of a rank; below 0 if it saves some.
-    """
-
-    gradient_bytes: int = 4
+    gradient_bytes: int = 4  # bytes of one gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that
     state_bytes: int = 12
-    num_shards: int = 1
-    offload_fraction: float = 0.0
-    is_auto: bool = False
-    weight_bytes: int = 2
-    has_fp8_weights: bool = False
-    fp8_bytes: float = 0.0
+    """Bytes of one parameter's fp32 main value and two moments. TransformerEngine's precision-aware optimizer stores
+    only the 16 bits of the main value that the bf16 weight lacks."""
+    num_shards: int = 1  # number of ranks that share the state
+    offload_fraction: float = 0.0  # fraction of the state that is offloaded to host memory (``--swap-optimizer``)
+    is_auto: bool = False  # the planner decides how much is offloaded, at most ``offload_fraction``
+    weight_bytes: int = 2  # bytes of one weight: 2 in bf16, or 4 in fp32, where weights are the main values
+    has_fp8_weights: bool = False  # linear layers in FP8 have no weights in bf16 (``--fp8-param-gather``)
+    fp8_bytes: float = 0.0  # bytes that FP8 adds to the average weight of a rank; below 0 if it saves some
     copied_gradient_bytes: int = 0
-    num_fp8_moments: int = 0
+    """Bytes of the copy of one gradient that the optimizer makes for its step: 4 if gradients are in 16 bits and
+    Megatron copies them (``_copy_model_grads_to_main_grads``)."""
+    num_fp8_moments: int = 0  # moments of a parameter that are in 8 bits
     transpose_bytes: int = 0
+    """Bytes of their transposes on this GPU. TransformerEngine keeps them with the moments; ``--swap-optimizer`` drops
+    them (``optimizer/wrapped.py``)."""
 
     @property
     def param_bytes(self) -> int:

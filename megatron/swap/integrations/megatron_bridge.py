@@ -17,13 +17,11 @@ class SwapCallback(Callback):
 
     Args:
         settings: the arguments of ``swap.install`` but the model and the optimizer.
-
-    Attributes:
-        swapped: what ``swap.install`` returned; its figures remain after training. ``None`` before training.
     """
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
+        # what ``swap.install`` returned; its figures remain after training. ``None`` before training.
         self.swapped: BuiltSwap | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:

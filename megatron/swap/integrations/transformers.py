@@ -27,13 +27,10 @@ class SwapCallback(TrainerCallback):
 
     Args:
         settings: the arguments of ``swap.activations`` but the model: ``memory_gib``, or ``layers``, and more.
-
-    Attributes:
-        swapped: what ``swap.activations`` returned; ``None`` before training.
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.swapped: SwappedActivations | None = None
+        self.swapped: SwappedActivations | None = None  # what ``swap.activations`` returned; ``None`` before training
         self._settings = settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:

@@ -3,8 +3,7 @@
 Owns the stepper, the copies of buckets, and the records of each parameter's offloaded tensors. May import `memory`,
 `devices` and `common`. Knows nothing of Megatron.
 
-A step, from top to bottom: `stepper` steps the buckets by calls of the optimizer's own step (`partial_step`),
-`bucket_loader` decides which buckets are on the device, `transfers` copies them, `state_memory` allocates their host
-memory, and `param_state` records where each tensor is. Between steps: `selection` chooses the parameters whose state is
-offloaded, `state` offloads or keeps it and serves checkpoints, and `overlap` runs copies concurrently with layers.
+A step, from top to bottom: `stepper`, `partial_step` (the optimizer's own step), `bucket_loader` (order), `transfers`
+(copies), `state_memory` (host memory), `param_state` (records). Between steps: `selection` chooses parameters, `state`
+offloads or keeps their state, `overlap` runs copies beside layers.
 """

@@ -11,15 +11,12 @@ from megatron.swap.optimizer.transfers import Bucket, PendingBucket, StateTransf
 class BucketLoader:
     """Loads the buckets of one optimizer.
 
-    A bucket is *remaining*, then *pending* (its tensors on disk are being read), then *loaded*, then taken by the step.
-    Before a step, the order of the previous step is assumed.
-
-    Args:
-        transfers: copies the buckets.
+    A bucket is remaining, pending (read from disk), loaded, then taken by the step.
     """
 
     def __init__(self, transfers: StateTransfers) -> None:
         self._transfers = transfers
+        # Before a step begins, the order of the previous step is assumed.
         self._order: list[list[ParamShard]] = []
         self._remaining: deque[list[ParamShard]] | None = None  # None: no bucket of the next step was begun
         self._pending: deque[PendingBucket] = deque()
@@ -31,7 +28,7 @@ class BucketLoader:
         return self._remaining is not None and not self._remaining and not self._pending
 
     def set_order(self, order: list[list[ParamShard]]) -> None:
-        """Set the buckets of the step that begins. If they differ from those assumed, drop all loaded buckets."""
+        """Set the buckets of the step that begins. Drop all loaded buckets if others were assumed."""
         if order != self._order:
             self.clear()
             self._order = order
@@ -44,16 +41,14 @@ class BucketLoader:
         self._remaining = None
 
     def take(self) -> Bucket | None:
-        """Return the next loaded bucket; ``None``: none is loaded."""
+        """Return the next loaded bucket, or None."""
         return self._loaded.popleft() if self._loaded else None
 
     def load(self, room_bytes: int) -> None:
-        """Load the next buckets that fit into ``room_bytes`` of device memory; at least one if none is loaded.
-
-        Leave room for one more bucket: the one that is being stepped and then offloaded.
-        """
+        """Load the next buckets that fit into ``room_bytes`` of device memory; at least one if none is loaded."""
         while (pending := self._next_pending()) is not None:
             wanted_bytes = pending.num_bytes + self._transfers.loaded_bytes
+            # One bucket's room stays free: for the bucket that is stepped and then offloaded.
             if wanted_bytes > room_bytes - self._transfers.bucket_bytes and self._loaded:
                 return
             self._transfers.release_offloaded(max(0, room_bytes - wanted_bytes))
@@ -61,12 +56,10 @@ class BucketLoader:
             self._pending.popleft()
 
     def load_ahead(self, room_bytes: int) -> None:
-        """Load the first buckets of the next step that fit into ``room_bytes``, possibly none.
-
-        Unlike ``load``, do not wait for the disk and take no memory from others.
-        """
+        """Load the first buckets of the next step that fit into ``room_bytes``, possibly none."""
         while (pending := self._next_pending()) is not None:
             wanted_bytes = pending.num_bytes + self._transfers.loaded_bytes
+            # Layers run now, so a load must not wait for the disk, nor take memory from others.
             if wanted_bytes > room_bytes - self._transfers.bucket_bytes or not pending.is_read:
                 return
             self._transfers.release_offloaded(max(0, room_bytes - wanted_bytes))
@@ -77,7 +70,7 @@ class BucketLoader:
             self._pending.popleft()
 
     def _next_pending(self) -> PendingBucket | None:
-        """Return the bucket to load next, and begin reading later ones; ``None``: all are loaded."""
+        """Return the bucket to load next, or None, and begin to read later ones."""
         if self._remaining is None:
             self._remaining = deque(self._order)
         while self._remaining and len(self._pending) < self._transfers.num_ahead:

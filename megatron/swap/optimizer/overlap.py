@@ -1,12 +1,8 @@
 """Overlap of optimizer-state copies with layers: loads in the last backward, offloads in the next forward.
 
-Between a backward and the next forward the device holds few activations. Their memory has room for optimizer state,
-whose copies then run concurrently with compute.
-
-The rule at each layer boundary: state may use the highest use by everything else at any boundary of the previous step's
-forwards, minus its current use. So the peak does not rise, and all state is offloaded when the first forward ends.
-Memory that Megatron allocates between backward and step counts as use by others. The rule depends on the order of
-allocations, not on time.
+At each layer boundary state may use ``level - others`` bytes. ``level``: the most that everything else used at a
+boundary of the last step's forwards. ``others``: the bytes that it uses now. So overlap never raises the peak, and all
+state is offloaded when the first forward ends. The rule depends on the order of allocations, not on time.
 """
 
 from __future__ import annotations
@@ -20,12 +16,8 @@ class StepOverlap:
     """Decides at each layer boundary how much optimizer state may be on the device.
 
     Args:
-        device: reports the device memory in use. An emulated device reports none: then one bucket is loaded or
-            released at each boundary.
+        device: reports the device memory in use. For an emulated device, which reports none, a bucket moves at a time.
         transfers: the copies of all optimizers.
-
-    Attributes:
-        is_enabled: while false, copies run only inside the optimizer's step.
     """
 
     def __init__(self, device: Device, transfers: StateTransfers) -> None:
@@ -37,10 +29,10 @@ class StepOverlap:
         self._backward_end_bytes = 0  # in use by others at the last boundary of backward
         self._extra_bytes = 0  # most that others allocated on top of that before the last step ended
         self._has_layers = self._is_stepping = False
-        self.is_enabled = True
+        self.is_enabled = True  # while false, copies run only inside the optimizer's step
 
     def add(self, stepper: OptimizerStepper) -> None:
-        """Add a stepper that may load ahead. Steppers step and load in the order in which they are added."""
+        """Add a stepper. Steppers step and load in the order in which they are added."""
         self._steppers.append(stepper)
 
     def note_room(self) -> int:
@@ -48,6 +40,7 @@ class StepOverlap:
         others_bytes = self._others_bytes()
         if others_bytes is None:
             return 2 * self._transfers.bucket_bytes if self._has_layers and self.is_enabled else 0
+        # Memory that Megatron allocates between backward and step is use by others too.
         self._extra_bytes = max(self._extra_bytes if self._is_stepping else 0, others_bytes - self._backward_end_bytes)
         self._is_stepping = True
         return self._room_beside(others_bytes) if self.is_enabled else 0
@@ -82,18 +75,18 @@ class StepOverlap:
                 break
 
     def step_ended(self) -> None:
-        """End the step. If the optimizer was not stepped, drop the buckets loaded ahead."""
+        """End the step."""
         self._drop_loaded()
         self._is_stepping = False
         if self._has_layers:
             self._level_bytes, self._highest_bytes = self._highest_bytes, 0
 
     def forget_level(self) -> None:
-        """Measure one step again before anything overlaps, because layers will use another amount of memory."""
+        """Measure one step before anything overlaps, because layers will use another amount of memory."""
         self._level_bytes = None
 
     def release_offloaded(self) -> None:
-        """Release the device memory of all offloaded state: evaluation runs next and may need the memory."""
+        """Release the device memory of all offloaded state, which an evaluation may need."""
         self._transfers.release_offloaded()
 
     def _drop_loaded(self) -> None:
@@ -104,6 +97,6 @@ class StepOverlap:
         return 0 if self._level_bytes is None else max(0, self._level_bytes - others_bytes)
 
     def _others_bytes(self) -> int | None:
-        """Return the device bytes in use by everything but state; ``None``: not measured."""
+        """Return the device bytes in use by everything but state; None if they are not measured."""
         allocated_bytes = self._device.allocated_bytes()
         return None if allocated_bytes is None else allocated_bytes - self._transfers.device_bytes

@@ -1,7 +1,7 @@
 """Records of offloaded optimizer state: its tensors, its parameters, and the shards that are loaded and stepped.
 
-While a tensor is offloaded, the optimizer and the model still refer to its object. The object keeps its shape, on one
-element of memory that is NaN: reading gives NaN, copying to it raises an error, and neither is an illegal access.
+The optimizer and the model keep their reference to the object of an offloaded tensor. The object keeps its shape, on a
+single element of memory that is NaN: reads give NaN, writes raise an error, neither is an illegal access.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from megatron.swap.optimizer.wrapped import drop_caches, stored
 
 ALIGNED_ELEMENTS = 128
 """Shards begin at a multiple of this many elements: vectorized kernels read aligned memory faster."""
-MAIN = "main"
-"""Name of a parameter's own values among its offloaded tensors."""
+MAIN = "main"  # a parameter's own values among its offloaded tensors
 
 
 class OffloadedTensor:
@@ -40,10 +39,7 @@ class OffloadedTensor:
         self.tensor.data = placeholder(self, self.dtype)
 
     def materialize(self) -> None:
-        """Put the object on its backing memory until the next ``release``, so that a checkpoint can read or write it.
-
-        A backing on disk is mapped, and read when it is touched.
-        """
+        """Put the object on its backing until the next ``release``, for a checkpoint. A disk's backing is mapped."""
         data = self.backing.view() if isinstance(self.backing, DiskRoom) else self.backing
         self.tensor.data = data.view(self.dtype).view(self.shape)
 
@@ -58,20 +54,16 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class ParamState:
-    """The offloaded tensors and shards of one parameter.
+    """The offloaded tensors and shards of one parameter."""
 
-    Attributes:
-        param: the object in the optimizer's groups.
-        tensors: offloaded tensors of the parameter's shape, by name; ``MAIN`` is the parameter itself, if its values
-            are offloaded too.
-        shards: slices of the parameter, in order; empty until the first step.
-        wrappers: objects of the optimizer around some of ``tensors``, by name.
-    """
-
-    param: torch.Tensor
+    param: torch.Tensor  # the object in the optimizer's groups
     tensors: dict[str, OffloadedTensor] = field(default_factory=dict)
+    """Offloaded tensors of the parameter's shape, by name; ``MAIN`` is the parameter itself, if its values are
+    offloaded too."""
     shards: list[ParamShard] = field(default_factory=list)
+    """Slices of the parameter, in order; empty until the first step."""
     wrappers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Objects of the optimizer around some of ``tensors``, by name."""
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
@@ -94,13 +86,12 @@ class ParamState:
         return self.wrappers[name]
 
     def release_wrapped(self) -> None:
-        """Release what ``loaded`` put into wrappers."""
+        """Release the tensors that ``loaded`` put into wrappers."""
         for name in self.wrappers:
             self.tensors[name].release()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all offloaded tensors."""
         return sum(offloaded.num_bytes for offloaded in self.tensors.values())
 
     @property
@@ -110,7 +101,6 @@ class ParamState:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the tensors that are on disk."""
         return sum(one.num_bytes for one in self.tensors.values() if isinstance(one.backing, DiskRoom))
 
     @property
@@ -121,24 +111,18 @@ class ParamState:
 
 @dataclass(eq=False)
 class ParamShard:
-    """Elements ``start`` to ``stop`` of a parameter.
-
-    Attributes:
-        has_state: whether the optimizer has stepped the shard or its state was loaded; before, its moments are
-            allocated but have no values.
-        small_state: the optimizer's state that does not have the parameter's shape (a step counter, say): it is never
-            offloaded.
-    """
+    """Elements ``start`` to ``stop`` of a parameter."""
 
     param_state: ParamState
     start: int
     stop: int
-    has_state: bool = False
+    has_state: bool = False  # stepped or loaded before; until then its moments are allocated but have no values
     small_state: dict[str, Any] = field(default_factory=dict)
+    """State without the parameter's shape (a step counter, say), which is never offloaded."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the shard in all offloaded tensors, each rounded up to a whole block."""
+        """Bytes in all offloaded tensors, each rounded up to a whole block of the disk."""
         num_elements = self.stop - self.start
         return sum(padded(num_elements * one.dtype.itemsize) for one in self.param_state.tensors.values())
 
@@ -147,16 +131,12 @@ class ParamShard:
         return [(name, one) for name, one in self.param_state.tensors.items() if name == MAIN or self.has_state]
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the shard's elements of ``tensor``, flat; ``tensor`` has the parameter's shape.
-
-        A shard of the whole parameter returns ``tensor`` in its own shape.
-        """
+        """Return the shard's elements of ``tensor``, flat; of a whole parameter in its own shape."""
         if self.stop - self.start == tensor.numel():
             return tensor.detach()
         return tensor.detach().view(-1)[self.start : self.stop]
 
     def span_of(self, offloaded: OffloadedTensor) -> Span:
-        """Return the shard's bytes of ``offloaded``."""
         itemsize = offloaded.dtype.itemsize
         return Span(offloaded, self.start * itemsize, self.stop * itemsize)
 
@@ -168,5 +148,5 @@ def placeholder(like: torch.Tensor | OffloadedTensor, dtype: torch.dtype) -> tor
 
 
 def has_shape_of(value: Any, param: torch.Tensor) -> bool:
-    """Return whether ``value``, an entry of a parameter's state, has one value per element of ``param``."""
+    """Whether ``value``, an entry of a parameter's state, has a value per element of ``param``."""
     return isinstance(value, torch.Tensor) and value.shape == param.shape

@@ -10,10 +10,8 @@ import torch
 from megatron.swap.common.types import UsageError
 from megatron.swap.optimizer.param_state import has_shape_of
 
-Settings = dict[str, Any]
-"""A parameter group without its parameters: learning rate, counters of steps and others."""
-Table = dict[torch.Tensor, Any]
-"""Entries by parameter that an optimizer keeps beside its ``state``."""
+Settings = dict[str, Any]  # a parameter group without its parameters: learning rate, counters of steps and others
+Table = dict[torch.Tensor, Any]  # entries by parameter that an optimizer keeps beside its ``state``
 
 
 class PartialStep:
@@ -21,7 +19,7 @@ class PartialStep:
 
     Args:
         optimizer: complete, with all of its parameters.
-        tables: what the optimizer keeps by parameter beside its ``state`` (scales of 16-bit moments, say).
+        tables: entries by parameter beside the optimizer's ``state``, such as scales of 16-bit moments.
 
     Raises:
         UsageError: a group keeps settings in tensors, which each call would change.
@@ -42,16 +40,15 @@ class PartialStep:
             self._group_of.update((param, number) for param in group["params"])
 
     def group_of(self, param: torch.Tensor) -> int:
-        """Return the index of the group that ``param`` belongs to."""
         return self._group_of[param]
 
     def __call__(self, params: Sequence[list[torch.Tensor]]) -> list[Settings]:
-        """Step ``params``, one list per group, and return each group's settings after the step.
+        """Step ``params``, a list per group, and return each group's settings after the step.
 
-        The optimizer's own groups do not change. Groups without parameters take part too, because their step counters
-        advance (TransformerEngine keeps the counter in the group).
+        The optimizer's own groups do not change.
         """
         groups = self._optimizer.param_groups
+        # Groups without parameters take part: TransformerEngine keeps the step counter in the group, and advances it.
         self._optimizer.param_groups = [{**group, "params": mine} for group, mine in zip(groups, params, strict=True)]
         try:
             self._step()
@@ -63,10 +60,8 @@ class PartialStep:
             self._optimizer.param_groups = groups
 
     def probe_state(self, param: torch.Tensor) -> dict[str, torch.dtype]:
-        """Return names and dtypes of the state that the optimizer keeps per element of a parameter like ``param``.
-
-        This steps a probe parameter of two elements.
-        """
+        """Return names and dtypes of the state that the optimizer keeps per element of a parameter like ``param``."""
+        # The types are known only from a step, here of two elements.
         probe = torch.zeros(2, dtype=param.dtype, device=param.device)
         probe.grad = probe.decoupled_grad = torch.zeros_like(probe)  # type: ignore[attr-defined]
         group = self._group_of[param]

@@ -8,8 +8,7 @@ import torch
 
 from megatron.swap.optimizer.param_state import ParamState
 
-ROUNDING = 1e-9
-"""Relative tolerance for rounding errors, so that a fraction of 1 admits all parameters."""
+ROUNDING = 1e-9  # relative tolerance, so that a fraction of 1 admits all parameters in spite of rounding
 
 
 class StateSelection:
@@ -20,14 +19,10 @@ class StateSelection:
     Args:
         fraction: fraction of all bytes to offload, 0 to 1.
         min_bytes: smaller parameters are kept on the device.
-
-    Attributes:
-        fraction: as given, or less after ``limit``.
-        seen_bytes, offloaded_bytes: bytes of all parameters so far, and of the chosen ones.
     """
 
     def __init__(self, fraction: float, min_bytes: int) -> None:
-        self.fraction = fraction
+        self.fraction = fraction  # as given, or less after ``limit``
         self._min_bytes = max(1, min_bytes)
         self.seen_bytes = self.offloaded_bytes = 0
 
@@ -37,19 +32,16 @@ class StateSelection:
         return self.offloaded_bytes / max(1, self.seen_bytes)
 
     def limit(self, fraction: float) -> None:
-        """Choose no more than ``fraction`` from now on."""
         self.fraction = min(self.fraction, fraction)
 
     def see(self, param: torch.Tensor) -> bool:
-        """Count a new parameter, and return whether it is chosen.
-
-        After each call the chosen bytes are close to the fraction of the bytes seen so far.
-        """
+        """Count a new parameter, and return whether it is chosen."""
+        # So the chosen bytes are close to the fraction of the bytes seen so far, anywhere in the model.
         self.seen_bytes += param.nbytes
         return self.choose(param)
 
     def choose(self, param: torch.Tensor) -> bool:
-        """Choose ``param``, seen before but not chosen, if it fits into the fraction now. Return whether it fits."""
+        """Choose ``param``, which was seen, if it fits into the fraction now. Return whether it fits."""
         offloaded_bytes = self.offloaded_bytes + param.nbytes
         if param.nbytes < self._min_bytes or offloaded_bytes > self.fraction * self.seen_bytes:
             return False
@@ -59,8 +51,6 @@ class StateSelection:
     def choose_again(self, param_states: Sequence[ParamState], fraction: float) -> set[torch.Tensor]:
         """Return those of the parameters chosen at first that are offloaded under another fraction.
 
-        State on disk is the first to be kept on the device. The rest is spread as evenly as at first.
-
         Args:
             param_states: the state of all parameters that were chosen at first.
             fraction: fraction of all bytes, including parameters that were never chosen.
@@ -68,6 +58,7 @@ class StateSelection:
         on_disk, in_host = ([one for one in param_states if bool(one.disk_bytes) is where] for where in (True, False))
         to_keep_bytes = max(0.0, self.offloaded_bytes - fraction * self.seen_bytes * (1 + ROUNDING))
         wanted: set[torch.Tensor] = set()
+        # State on disk is kept on the device first: its copies take longest.
         for group in (on_disk, in_host):
             num_bytes = sum(one.param.nbytes for one in group)
             chosen = spread([one.param for one in group], max(0.0, num_bytes - to_keep_bytes))

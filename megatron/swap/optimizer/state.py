@@ -22,12 +22,6 @@ class OptimizerState:
         transfers: copies the state.
         param_states: the state to offload, by parameter; entries for other optimizers' parameters are ignored.
         is_elementwise: whether the optimizer may step slices of parameters.
-
-    Attributes:
-        param_states: the states of this optimizer's parameters, in the order of its groups.
-        offloaded: the states that are offloaded now, by parameter.
-        kept: the states that were offloaded before and are on the device now, by parameter.
-        is_materialized: whether offloaded tensors are readable in host memory now, for a checkpoint.
     """
 
     def __init__(
@@ -41,9 +35,12 @@ class OptimizerState:
         self._optimizer = optimizer
         self._transfers = transfers
         self._is_elementwise = is_elementwise
-        self.is_materialized = False
+        self.is_materialized = False  # whether offloaded tensors are readable in host memory now, for a checkpoint
+        # the states that are offloaded now, by parameter
         self.offloaded = {param: param_states[param] for param in params if param in param_states}
+        # the states that were offloaded before and are on the device now, by parameter
         self.kept: dict[torch.Tensor, ParamState] = {}
+        # the states of this optimizer's parameters, in the order of its groups
         self.param_states = list(self.offloaded.values())
 
     @property
@@ -57,12 +54,11 @@ class OptimizerState:
         return sum(param_state.num_bytes for param_state in self.kept.values())
 
     def offloaded_tensors(self) -> Iterator[OffloadedTensor]:
-        """Yield every tensor that is offloaded now."""
         for param_state in self.offloaded.values():
             yield from param_state.tensors.values()
 
     def shards(self, param_state: ParamState) -> list[ParamShard]:
-        """Return the shards of a parameter, cut at the first call. Slices fit into a bucket."""
+        """Return the shards of a parameter, cut at the first call."""
         if not param_state.shards:
             num_elements = longest = param_state.param.numel()
             if self._is_elementwise and param_state.tensors:
@@ -88,14 +84,12 @@ class OptimizerState:
     # ----------------------------------------------------- offloaded or kept
 
     def needs_change(self, offloaded: Collection[torch.Tensor]) -> bool:
-        """Return whether ``set_offloaded`` with these parameters would copy any state."""
+        """Whether ``set_offloaded`` with these parameters would copy any state."""
         return any((one.param in offloaded) != (one.param in self.offloaded) for one in self.param_states)
 
     def set_offloaded(self, offloaded: Collection[torch.Tensor]) -> None:
-        """Offload the state of these parameters, and keep that of the others. Call this between steps.
-
-        Kept state uses device memory; its room in host memory or on disk stays allocated.
-        """
+        """Offload the state of these parameters, and keep that of the others. Call this between steps."""
+        # Offloads come first, since they free device memory for the state that is kept.
         for param_state in self.param_states:  # first offload, which frees device memory
             if param_state.param in offloaded and param_state.param in self.kept:
                 self._offload(param_state)
@@ -109,6 +103,7 @@ class OptimizerState:
         for name, values in self._transfers.load_whole(param_state).items():
             tensor = param_state.tensors[name]
             tensor.tensor.data = values.view(tensor.shape)
+        # Its room in host memory or on disk stays allocated, for a later offload.
         self.kept[param_state.param] = self.offloaded.pop(param_state.param)
 
     def _offload(self, param_state: ParamState) -> None:
@@ -145,7 +140,7 @@ class OptimizerState:
         self.is_materialized = True
 
     def end_materialize(self) -> None:
-        """Replace every materialized tensor by its placeholder, which must not be read or written."""
+        """Replace every materialized tensor by its placeholder."""
         if self.is_materialized:
             for tensor in self.offloaded_tensors():
                 tensor.release()
@@ -180,15 +175,15 @@ class OptimizerState:
             self.set_small_state(param_state, {name: value for name, value in state.items() if name not in large})
 
     def is_in_host(self, param: torch.Tensor, name: str) -> bool:
-        """Return whether a tensor of ``param`` is offloaded, and readable in host memory now."""
+        """Whether a tensor of ``param`` is offloaded, and readable in host memory now."""
         return self.is_materialized and param in self.offloaded and name in self.offloaded[param].tensors
 
     @contextmanager
     def on_device(self, param: torch.Tensor, name: str, *, writes: bool = False) -> Iterator[None]:
-        """Put an offloaded tensor of ``param`` that is materialized on the device for a while, if there is one.
+        """Put a materialized tensor of ``param`` on the device for a while, if it is offloaded.
 
         Args:
-            writes: what the tensor holds in the end is kept.
+            writes: keep the values that the tensor has in the end.
         """
         if not self.is_in_host(param, name):
             yield

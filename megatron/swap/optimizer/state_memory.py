@@ -26,15 +26,12 @@ class StateMemory:
     Args:
         arena: host memory.
         disk: room for tensors that do not fit into ``arena``; ``None``: a full arena is an error.
-
-    Attributes:
-        disk_bytes: bytes allocated on disk.
     """
 
     def __init__(self, arena: HostArena, disk: DiskFile | None = None) -> None:
         self.arena = arena
         self.disk = disk
-        self.disk_bytes = 0
+        self.disk_bytes = 0  # bytes allocated on disk
 
     def tensor(self, param_state: ParamState, name: str, dtype: torch.dtype) -> OffloadedTensor:
         """Return the offloaded tensor ``name``, allocated at the first call. Raises: as ``allocate``."""

@@ -1,12 +1,9 @@
 """Steps an optimizer whose state is offloaded: the state passes through the device in buckets.
 
-The optimizer is the one that a run without offload uses. For each bucket it steps shards of its parameters and of their
-state, as if they were parameters. Elementwise update rules give the same bits; for other rules a bucket holds whole
-parameters.
+For each bucket the optimizer's own step runs on shards of its parameters and of their state, as if they were
+parameters. Elementwise update rules give the same bits; for other rules a bucket holds whole parameters.
 
-While compute steps one bucket, later ones are loaded and earlier ones are offloaded. If device memory is free
-(`overlap`), the first buckets are loaded before the step, in the order of the previous step, and the last ones are
-released after it.
+While compute steps a bucket, later buckets are loaded and earlier ones are offloaded.
 """
 
 from __future__ import annotations
@@ -35,24 +32,20 @@ OnUpdated = Callable[[torch.Tensor, int, int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a stepper.
+    """Options of a stepper."""
 
-    Attributes:
-        is_elementwise: whether the optimizer may step slices of its parameters.
-        on_updated: called with new values while they are on the device, also of parameters that are not offloaded.
-        measure_room: called during a step; returns the device bytes that buckets may use now, and that offloads may
-            still use when the step ends. ``NUM_BUFFERS`` buckets are always allowed during the step.
-        tables: as for ``PartialStep``.
-        scaled_types: names and types of a parameter's state, of an optimizer that keeps scales by parameter. It steps
-            whole parameters, and copies the state of all that it steps at once to single precision. So parameters
-            whose state is kept are stepped a bucket at a time too. ``None``: it keeps no scales.
-    """
-
-    is_elementwise: bool
+    is_elementwise: bool  # whether the optimizer may step slices of its parameters
     on_updated: OnUpdated = lambda *_: None
+    """Called with new values on the device, also of parameters that are not offloaded."""
     measure_room: Callable[[], int] = lambda: 0
-    tables: Sequence[Table] = ()
+    """Returns the device bytes that buckets may use now, and offloads still at the step's end."""
+    tables: Sequence[Table] = ()  # as for ``PartialStep``
     scaled_types: Callable[[torch.Tensor], dict[str, torch.dtype]] | None = None
+    """Names and types of a parameter's state, if the optimizer keeps scales by parameter.
+
+    Such an optimizer steps whole parameters, and copies the state of all that it steps at once to single precision. So
+    parameters whose state is kept are stepped a bucket at a time too.
+    """
 
 
 class OptimizerStepper:
@@ -62,10 +55,6 @@ class OptimizerStepper:
         optimizer: complete, with all of its parameters.
         transfers: copies buckets.
         param_states: the state to offload, by parameter; some values may be offloaded already.
-        options: see ``StepOptions``.
-
-    Attributes:
-        state: the optimizer's offloaded and kept state.
 
     Raises:
         UsageError: a group keeps settings in tensors.
@@ -85,6 +74,7 @@ class OptimizerStepper:
         self._partial_step = PartialStep(optimizer, options.tables)
         self._loader = BucketLoader(transfers)
         self._updates: list[tuple[Mark, Mark]] = []
+        # the optimizer's offloaded and kept state
         self.state = OptimizerState(optimizer, transfers, param_states, options.is_elementwise)
         types_of = self._partial_step.probe_state if options.is_elementwise else options.scaled_types
         if types_of is not None:  # allocate all, so that an error comes before training
@@ -98,7 +88,7 @@ class OptimizerStepper:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Do what ``optimizer.step`` does for all of its parameters. After a failure some parameters are a step ahead.
+        """Do what ``optimizer.step`` does. After a failure some parameters are a step ahead.
 
         Raises:
             SwapError: a closure is given.
@@ -134,7 +124,7 @@ class OptimizerStepper:
         return advanced
 
     def _kept(self) -> Iterator[list[list[torch.Tensor]]]:
-        """Yield the parameters whose state is kept, by group: all at once, or as many as have a bucket's bytes."""
+        """Yield the parameters whose state is kept, by group: all at once, or a bucket's bytes at a time."""
         groups = [
             [param for param in group["params"] if param not in self.state.offloaded]
             for group in self._optimizer.param_groups
@@ -155,7 +145,7 @@ class OptimizerStepper:
         return max(self._options.measure_room(), NUM_BUFFERS * self._transfers.bucket_bytes)
 
     def _bucket_shards(self) -> Iterator[list[ParamShard]]:
-        """Yield each bucket's shards, filled up to the bucket size, until all that have a gradient are in one."""
+        """Yield each bucket's shards, filled up to the bucket size."""
         bucket: list[ParamShard] = []
         bucket_bytes = 0
         for param_state in self.state.offloaded.values():
@@ -176,6 +166,7 @@ class OptimizerStepper:
         self._transfers.wait_for(bucket)
         params: list[list[torch.Tensor]] = [[] for _ in self._optimizer.param_groups]
         slices = {shard: self._slice(shard, tensors) for shard, tensors in bucket.tensors.items()}
+        # A step changes scales in place, so a failed step needs copies to restore them from.
         scales = [(one, one.clone()) for shard in slices for one in self._scales(shard)]
         for shard, param in slices.items():
             params[self._partial_step.group_of(shard.param_state.param)].append(param)
@@ -213,7 +204,7 @@ class OptimizerStepper:
         return param
 
     def _scales(self, shard: ParamShard) -> list[torch.Tensor]:
-        """Return the scales of a shard's values, which a step changes in place."""
+        """Return the scales of a shard's values."""
         if self._options.scaled_types is None or not shard.has_state:
             return []
         of_wrappers = [scale for wrapper in shard.param_state.wrappers.values() for scale in scales_of(wrapper)]
@@ -252,10 +243,7 @@ class OptimizerStepper:
     # -------------------------------------------------------- between two steps
 
     def load_ahead(self, room_bytes: int) -> None:
-        """Load the first buckets of the next step that fit into ``room_bytes``, without waiting for the disk.
-
-        The buckets are those of the last step. They are dropped if other parameters have gradients in the next one.
-        """
+        """Load the last step's first buckets that fit into ``room_bytes``, without waiting for the disk."""
         if not self.state.is_materialized:
             self._loader.load_ahead(room_bytes)
 
@@ -265,14 +253,11 @@ class OptimizerStepper:
         return self._loader.is_complete
 
     def drop_loaded(self) -> None:
-        """Drop the buckets that were loaded ahead: they are not needed, or out of date."""
+        """Drop the buckets that were loaded ahead."""
         self._loader.clear()
 
     def set_offloaded(self, params: Collection[torch.Tensor]) -> None:
-        """Offload the state of these parameters from now on. Call this between steps.
-
-        State of the others is kept on the device; its room in host memory stays allocated.
-        """
+        """Offload the state of these parameters from now on, and keep the others'. Call this between steps."""
         if self.state.needs_change(params):
             self.state.end_materialize()
             self._loader.clear()
@@ -280,9 +265,7 @@ class OptimizerStepper:
             self.state.set_offloaded(params)
 
     def update_ms(self) -> float:
-        """Return the time of the optimizer's kernels for offloaded state in the last step, in ms.
-
-        Synchronize the device first.
+        """Return the ms of the optimizer's kernels for offloaded state in the last step. Synchronize the device first.
         """
         return sum(ended.elapsed_ms_since(began) for began, ended in self._updates)
 
@@ -298,30 +281,22 @@ class OptimizerStepper:
         self.state.materialize()
 
     def materialize_for_load(self) -> None:
-        """Do as ``materialize``, also for state that the optimizer would create in its first step.
-
-        Raises:
-            DiskError: a write failed.
-        """
+        """Do as ``materialize``, also for state that the optimizer would create in its first step."""
         self.materialize()
         self.state.add_missing()
 
     def end_materialize(self) -> None:
-        """End ``materialize``: tensors are placeholders again and must not be read or written."""
+        """End ``materialize``: tensors are placeholders again."""
         self.state.end_materialize()
 
     def store_loaded(self) -> None:
-        """Take over values that a checkpoint has loaded into ``optimizer.state``; tensors stay materialized.
-
-        Raises:
-            DiskError: a write failed.
-        """
+        """Take over values that a checkpoint has loaded into ``optimizer.state``; tensors stay materialized."""
         self.state.store_loaded()
         self.materialize()
 
 
 def _gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient. Megatron's precision-aware optimizer, with another dtype, names it ``decoupled_grad``."""
+    # Megatron's precision-aware optimizer, whose gradients have another dtype, names them ``decoupled_grad``.
     decoupled: torch.Tensor | None = vars(param).get("decoupled_grad")
     return param.grad if decoupled is None else decoupled
 

@@ -34,28 +34,20 @@ class Move(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """Shards on the device, or with copies in flight to it.
-
-    Attributes:
-        tensors: the flat tensors of each shard by name; they are views of ``buffer``.
-        event: passes when all copies have arrived.
-    """
+    """Shards on the device, or with copies in flight to it."""
 
     tensors: dict[ParamShard, dict[str, torch.Tensor]]
+    """The flat tensors of each shard by name; they are views of ``buffer``."""
     buffer: torch.Tensor
-    event: Event
+    event: Event  # passes when all copies have arrived
 
 
 @dataclass(eq=False)
 class PendingBucket:
-    """Shards that will be loaded next; their tensors on disk are being read.
-
-    Attributes:
-        read: the read from disk; ``None`` if nothing is on disk.
-    """
+    """Shards that will be loaded next; their tensors on disk are being read."""
 
     shards: Sequence[ParamShard]
-    read: Fetched | None
+    read: Fetched | None  # the read from disk; ``None`` if nothing is on disk
 
     @property
     def is_read(self) -> bool:
@@ -71,8 +63,9 @@ class PendingBucket:
 
 @dataclass(eq=False)
 class _Offload:
-    """Copies in flight to the host: the storages are held until ``event`` has passed."""
+    """Copies in flight to the host."""
 
+    # Held until ``event`` has passed: the copies read them.
     storages: list[torch.UntypedStorage]
     event: Event
     shards: list[ParamShard]
@@ -85,11 +78,6 @@ class StateTransfers:
         device: provides the copy streams.
         memory: host memory and disk of all offloaded tensors.
         bucket_bytes: most bytes of one bucket.
-
-    Attributes:
-        out_bytes, in_bytes: bytes copied so far from the device, and to it.
-        num_ahead: number of buckets that may be pending at once.
-        device_bytes: device memory of loads and offloads that is not released yet.
     """
 
     def __init__(self, device: Device, memory: StateMemory, bucket_bytes: int) -> None:
@@ -103,7 +91,7 @@ class StateTransfers:
         self._out_stream = device.copy_stream("out")
         self._offloads: deque[_Offload] = deque()
         self._offloading_shards: set[ParamShard] = set()
-        self.num_ahead = 1 if memory.disk is None else NUM_AHEAD
+        self.num_ahead = 1 if memory.disk is None else NUM_AHEAD  # number of buckets that may be pending at once
         self.out_bytes = self.in_bytes = self.device_bytes = 0
 
     def mark(self) -> Mark:
@@ -127,15 +115,17 @@ class StateTransfers:
         return self._load_into(self._device.allocate(_load_bytes(pending.shards)), pending)
 
     def load_if_free(self, pending: PendingBucket) -> Bucket | None:
-        """Do as ``load``, but return ``None`` if device memory is short, instead of taking memory from others."""
+        """Do as ``load``, but return None instead of taking device memory from others."""
         pending = self._make_readable(pending)
         buffer = self._device.allocate_if_free(_load_bytes(pending.shards))
         return None if buffer is None else self._load_into(buffer, pending)
 
     def _make_readable(self, pending: PendingBucket) -> PendingBucket:
-        """Release all offloads if one is of a pending shard. Read again if another optimizer took the read buffers."""
+        """Return ``pending``, or a new read of its shards."""
+        # Shards that are still offloaded have old values on the host until their copies have passed.
         if not self._offloading_shards.isdisjoint(pending.shards):
             self.release_offloaded()
+        # Another optimizer has taken the read buffers.
         if pending.read is not None and pending.read.is_lost:
             return self.begin_load(pending.shards)
         return pending
@@ -154,11 +144,13 @@ class StateTransfers:
                 targets.append(buffer[offset : offset + stop - start])
                 tensors[shard][name] = targets[-1].view(offloaded.dtype)
                 offset += _aligned(stop - start)
+        # The buffer may be recycled memory that compute still uses.
         self._device.wait(self._in_stream, self._device.record(self._device.current_stream()))
         self._device.copy(self._in_stream, targets, sources)
         self.in_bytes += sum(source.numel() for source in sources)
         bucket = Bucket(tensors, buffer, self._device.record(self._in_stream))
         if pending.read is not None:
+            # The read buffers are free for other reads once the copies from them have passed.
             pending.read.copied(self._device, bucket.event)
         return bucket
 
@@ -213,6 +205,7 @@ class StateTransfers:
 
     def offload(self, moves: Sequence[Move], bucket: Bucket | None = None) -> None:
         """Enqueue copies to the host. Hold the sources and the buffer of ``bucket`` until ``release_offloaded``."""
+        # Compute may still write the sources.
         self._device.wait(self._out_stream, self._device.record(self._device.current_stream()))
         event = None
         for batch in self._batches(moves):
@@ -226,6 +219,7 @@ class StateTransfers:
             self._device.copy(self._out_stream, targets, [move.source for move in batch])
             event = self._device.record(self._out_stream)
             if write is not None:
+                # A thread writes to disk once the copy to the staging buffer has passed.
                 write(self._device, event)
         self.out_bytes += sum(move.source.numel() for move in moves)
         if event is not None:
@@ -268,13 +262,11 @@ class StateTransfers:
         return self.device_bytes - self.offloading_bytes
 
     def release_offloaded(self, max_bytes: int = 0) -> None:
-        """Release the device memory of offloads, oldest first, until at most ``max_bytes`` are left.
-
-        The compute stream waits for the copies first, so that later work cannot overwrite their sources.
-        """
+        """Release the device memory of offloads, oldest first, until at most ``max_bytes`` are left."""
         offloading_bytes = self.offloading_bytes
         while self._offloads and offloading_bytes > max_bytes:
             oldest = self._offloads.popleft()
+            # Later kernels may get the memory, so compute waits for the copies that read it.
             self._device.wait(self._device.current_stream(), oldest.event)
             self._offloading_shards.difference_update(oldest.shards)
             for storage in oldest.storages:

@@ -1,4 +1,4 @@
-"""Footprint of a step: tensors and bytes that each layer saved. Cheap enough to count in every step."""
+"""Tensors and bytes that each layer saved in a step, counted in every step."""
 
 from __future__ import annotations
 
@@ -8,42 +8,37 @@ from typing import NamedTuple
 
 
 class LayerFootprint(NamedTuple):
-    """Tensors and bytes that a layer saved in a step. Each figure is the maximum over the step's micro-batches.
+    """Tensors and bytes that a layer saved in a step, the most of any micro-batch.
 
-    Attributes:
-        num_tensors, num_bytes: tensors saved, and their bytes. Both are 0 if the layer is recomputed whole or has no
-            hooks, since its saved tensors are not seen then.
-        input_bytes: bytes of the hidden states that the layer was called with.
+    ``num_tensors`` and ``num_bytes`` are 0 where saved tensors were not seen: in layers recomputed whole or without
+    hooks.
     """
 
     layer: int
     num_tensors: int
     num_bytes: int
-    input_bytes: int = 0
+    input_bytes: int = 0  # bytes of the hidden states that the layer was called with
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Tensors and bytes that each layer saved in a step. Hashable.
 
-    Every saved tensor counts the bytes of its whole storage. So the footprint does not depend on the policy, except in
-    layers whose saved tensors were not seen.
+    Each saved tensor counts its whole storage, so the policy does not change the footprint of layers that were seen.
     """
 
     layers: tuple[LayerFootprint, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Saved bytes of all layers."""
         return sum(entry.num_bytes for entry in self.layers)
 
     @property
     def num_tensors(self) -> int:
-        """Saved tensors of all layers."""
         return sum(entry.num_tensors for entry in self.layers)
 
     def filled_from(self, measured: Footprint) -> Footprint:
-        """Return a copy in which layers that were not seen have the figures of ``measured``, scaled by input size."""
+        """Return a copy whose unseen layers have the figures of ``measured``, scaled by input size."""
         known = {entry.layer: entry for entry in measured.layers}
         return Footprint(tuple(_filled(entry, known.get(entry.layer, entry)) for entry in self.layers))
 
@@ -79,14 +74,12 @@ class FootprintMeter:
         self._exceeded: Callable[[], None] | None = None
 
     def expect(self, footprint: Footprint | None, factor: float, exceeded: Callable[[], None]) -> None:
-        """Call ``exceeded`` from now on where a chunk saves more than ``factor`` times the bytes of ``footprint``.
+        """Call ``exceeded`` where a chunk saves more than ``factor`` times the bytes of ``footprint``.
 
-        The call comes in mid-forward, after each layer at whose end the chunk has saved that much; and before each
-        layer whose input is that much larger than expected, while nothing of the layer is saved yet.
+        The call comes after each layer, and before each layer whose input is that much larger than expected.
 
         Args:
-            footprint: what is expected; ``None``: stop calling.
-            factor: largest allowed ratio.
+            footprint: None stops the calls.
             exceeded: may be called several times in a forward.
         """
         layers = () if footprint is None else footprint.layers
@@ -95,14 +88,15 @@ class FootprintMeter:
         self._exceeded = exceeded
 
     def begin_chunk(self) -> None:
-        """Begin the forward of a model chunk."""
         self._excess_bytes = 0.0
 
     def begin_layer(self, layer: int, input_bytes: int = 0) -> None:
-        """Begin the forward of ``layer`` on hidden states of ``input_bytes``. A forward that did not end is dropped."""
+        """Begin the forward of ``layer`` on hidden states of ``input_bytes``."""
+        # A forward that did not end is dropped.
         self._num_tensors = self._num_bytes = 0
         self._like = None
         self._input_bytes = input_bytes
+        # Nothing of the layer is saved yet, so the caller can still switch it to the safe policy.
         if self._exceeded is not None and input_bytes > self._input_limits.get(layer, input_bytes):
             self._exceeded()
 
@@ -112,11 +106,11 @@ class FootprintMeter:
         self._num_bytes += num_bytes
 
     def is_like(self, other: int) -> None:
-        """Take for the layer, whose saved tensors are not seen, the figures of ``other``."""
+        """Give the layer, whose saved tensors are not seen, the figures of ``other``."""
         self._like = other
 
     def end_layer(self, layer: int, is_unseen: bool = False) -> None:
-        """End the forward of ``layer``. ``is_unseen``: it is recomputed whole, or ran without hooks."""
+        """End the forward of ``layer``. ``is_unseen``: its saved tensors were not seen."""
         saved = (0, 0) if is_unseen else (self._num_tensors, self._num_bytes)
         if self._like is not None:
             saved = self._layers[self._like].num_tensors, self._layers[self._like].num_bytes
@@ -128,6 +122,6 @@ class FootprintMeter:
             self._exceeded()
 
     def take(self) -> Footprint:
-        """Return the footprint since the last call. Call it at the end of each step."""
+        """Return the footprint since the last call. Call this method at each step's end."""
         layers, self._layers = self._layers, {}
         return Footprint(tuple(layers[layer] for layer in sorted(layers)))

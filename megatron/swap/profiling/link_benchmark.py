@@ -1,8 +1,7 @@
-"""Benchmark of copies between device and host memory while all ranks of the run copy at once.
+"""Speed of copies between device and host memory while all ranks of the run copy at once.
 
-Ranks of a host share its memory and its buses, so the speed of one GPU alone says too little. All ranks time the same
-pattern at the same moment: copies out, copies in, both at once. After each part all ranks exchange whether it
-succeeded. A failure on one rank ends the benchmark on all, and no rank waits for one that has given up.
+Ranks of a host share memory and buses, so the speed of a single GPU says too little. All ranks time the same pattern
+at the same moment: copies out, copies in, both. A failure on one rank ends the benchmark on all ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from megatron.swap.planner.profile import Link
 
 COPY_BYTES = 128 * MIB
 NUM_COPIES = 4
-"""Copies in a row, as for a layer. Launching and polling are a tenth of the time of one copy, and negligible with four;
-the whole benchmark takes a fraction of a second."""
+"""Copies in a row. Launching and polling cost a tenth of a single copy's time, and next to nothing of four."""
 
 EMULATED_COPY_BYTES = 16 * MIB
-"""``COPY_BYTES`` where times are not those of a GPU: a benchmark of 7 GiB would take the CPU a second of each run."""
+"""``COPY_BYTES`` on an emulated device, where 7 GiB of copies would take a CPU a second of each run."""
 
-SMALLEST_BYTES = MIB
-"""Smallest copy that is tried: where memory is short, sizes are quartered down to this."""
+SMALLEST_BYTES = MIB  # sizes are quartered down to this where memory is short
 
 REPETITIONS = 3
 
@@ -39,14 +36,12 @@ BOTH: Directions = ("out", "in")
 
 
 def measure_link(device: Device, tier: Tier, num_bytes: int | None = None) -> Link:
-    """Return the speed of this rank's link in GB/s, the median of ``REPETITIONS``. Every rank must call it.
+    """Return the speed of this rank's link in GB/s, the median of ``REPETITIONS``. Every rank must call this function.
 
-    Call it while no copy is under way: before the first step, or when the device has finished a step. It takes
-    ``2 * num_bytes`` of the device and of the tier, and frees them.
+    Call it while no copy is under way. Device and tier each lend ``2 * num_bytes`` for the call.
 
     Args:
-        num_bytes: bytes of one copy, the same on all ranks; default: as the device allows. If a rank has no memory for
-            it, a quarter is tried.
+        num_bytes: bytes of one copy, the same on all ranks; None: as many as fit, at most ``COPY_BYTES``.
 
     Raises:
         SwapError: a copy or an allocation failed on any rank; raised on all ranks.
@@ -76,7 +71,7 @@ def measure_link(device: Device, tier: Tier, num_bytes: int | None = None) -> Li
 
 
 def slowest_link(device: Device, link: Link) -> Link:
-    """Return the lowest speeds of all ranks: ranks wait for each other, so the slowest link decides."""
+    """Return the lowest speeds of all ranks, which wait for each other."""
     if _num_ranks() == 1:
         return link
     figures = torch.tensor(list(vars(link).values()), dtype=torch.float64, device=device.torch_device)
@@ -85,7 +80,7 @@ def slowest_link(device: Device, link: Link) -> Link:
 
 
 class _Ends:
-    """The ends of the copies: for each direction a slot of the tier, a device buffer and a stream."""
+    """For each direction a slot of the tier, a device buffer and a stream."""
 
     def __init__(self, device: Device, tier: Tier, num_bytes: int) -> None:
         self._device = device
@@ -96,16 +91,18 @@ class _Ends:
         self._streams: dict[str, Stream] = {}
 
     def take(self) -> None:
-        """Allocate the memory and copy once, since first uses are slower."""
+        """Allocate the memory."""
         for direction in BOTH:
             self._slots[direction] = self._tier.reserve(self._num_bytes)
             self._buffers[direction] = self._device.allocate(self._num_bytes)
             self._streams[direction] = self._device.copy_stream(direction)
+        # First uses are slower than later ones, so a first round is not timed.
         self.seconds(BOTH)
 
     def seconds(self, directions: Directions) -> dict[str, float]:
-        """Return the seconds that ``NUM_COPIES`` in each of ``directions`` take when they begin together."""
+        """Return the seconds of ``NUM_COPIES`` in each of ``directions``, which begin together."""
         compute = self._device.current_stream()
+        # Copies wait for compute: a buffer may be recycled memory that a kernel still uses.
         ready = self._device.record(compute)  # a buffer may be recycled memory that is still in use
         began = time.perf_counter()
         waiting: dict[str, Event] = {}
@@ -121,14 +118,17 @@ class _Ends:
             for direction, event in waiting.items():
                 if direction not in taken and self._device.has_passed(event):
                     taken[direction] = time.perf_counter() - began
+            # Let the copy threads of the emulated device run.
             time.sleep(0)  # let the emulated device's copy threads run
         for event in waiting.values():
+            # The event has passed, so the wait costs nothing. It raises if the copy failed.
             self._device.wait(compute, event)  # has passed, so this only raises if a copy failed
         return taken
 
     def free(self) -> None:
-        """Wait for all copies, then free the memory."""
+        """Free the memory."""
         for stream in self._streams.values():
+            # No memory may go while a copy still reads or writes it.
             event = self._device.record(stream)
             while not self._device.has_passed(event):
                 time.sleep(0)
@@ -139,16 +139,14 @@ class _Ends:
 
 
 def _on_all_ranks[T](device: Device, work: Callable[[], T]) -> T:
-    """Run ``work`` on every rank, and raise on all ranks if it failed on one.
-
-    Ranks begin together, since the call before ended with a collective.
-    """
+    """Run ``work`` on every rank, and raise on all ranks if it failed on one."""
     failure: Exception | None = None
     result: T | None = None
     try:
         result = work()
     except Exception as error:
         failure = error
+    # Every rank takes part, so none waits for a failed one. The collective also makes all ranks begin together.
     if _num_ranks() > 1:
         failed = torch.tensor([int(failure is not None)], device=device.torch_device)
         torch.distributed.all_reduce(failed)

@@ -1,4 +1,4 @@
-"""Counts gradients that a step makes because the one before has freed its own (``zero_grad()`` does by default)."""
+"""Counts gradients that a step makes anew, because ``zero_grad()`` freed those of the step before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.swap.devices.plain_tensors import is_plain
 
 
 class MadeGradients:
-    """Counts the gradients of weights that had none when the step's first forward began."""
+    """Counts the gradients of weights that had none at the step's first forward."""
 
     def __init__(self) -> None:
         self.forget()
@@ -20,21 +20,21 @@ class MadeGradients:
         self._sizes: dict[int, int] = {}
 
     def forward_of(self, chunk: nn.Module) -> None:
-        """Note that a forward of ``chunk`` begins. Only the step's first one counts."""
+        """Note a forward of ``chunk``. Only the first forward of a step counts."""
         if chunk not in self._weights:
             self._weights[chunk] = [one for one in chunk.parameters() if one.requires_grad and one.grad is None]
 
     def num_bytes(self) -> int:
-        """Return the bytes of such gradients that are there now."""
+        """Return the bytes of those gradients that exist now."""
         return sum(
             self._size(weight) for weights in self._weights.values() for weight in weights if weight.grad is not None
         )
 
     def _size(self, weight: nn.Parameter) -> int:
-        """Return the bytes of ``weight``'s gradient; 0: it lies in a buffer of others, which stays."""
         if id(weight) not in self._sizes:
             gradient, size = weight.grad, 0
             if type(gradient) is torch.Tensor and is_plain(gradient):
+                # A gradient in a larger buffer belongs to a bucket of DDP or Megatron, which stays.
                 is_alone = gradient.untyped_storage().nbytes() == gradient.nbytes
                 size = gradient.nbytes if is_alone else 0
             self._sizes[id(weight)] = size

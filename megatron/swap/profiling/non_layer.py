@@ -11,9 +11,9 @@ from megatron.swap.profiling.storage_tracker import StorageTracker, TrackedStora
 
 
 class NonLayerRecorder:
-    """The part of a ``Recorder`` for storages outside layers. It is on while the recorder is.
+    """The part of a ``Recorder`` for storages outside layers.
 
-    These storages get no events: each record holds its own times. The planner counts them as bytes of the chunk.
+    Each record holds its own times instead of events. The planner counts these storages as bytes of the chunk.
     """
 
     def __init__(self, device: Device) -> None:
@@ -26,16 +26,16 @@ class NonLayerRecorder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the storages that are not freed yet."""
         return self._tracker.num_bytes
 
     def saved(self, chunk: int, site: Site, tensor: torch.Tensor) -> NonLayerStorage:
-        """Note that autograd saves ``tensor`` at ``site`` of ``chunk``. Return its storage's record."""
+        """Note that autograd saves ``tensor`` at ``site`` of ``chunk``, and return its storage's record."""
         storage = tensor.untyped_storage()
         tracked = self._tracker.get(storage)
         if tracked is None:
             for earlier in self._saved_in_forward:
-                if not earlier.record.site.startswith(f"{site.path}/"):  # the module that saved it has returned
+                # Behind the saving module's return its frame is gone: references that are left are others'.
+                if not earlier.record.site.startswith(f"{site.path}/"):
                     earlier.record.has_external_refs = earlier.has_external_refs()
             record = NonLayerStorage(chunk, f"{site.path}/{site.ordinal}", storage.nbytes())
             self._marks[record] = {}
@@ -46,7 +46,7 @@ class NonLayerRecorder:
         return tracked.record
 
     def forward_ended(self) -> None:
-        """Note external references at the end of a chunk's forward, when its frames are gone."""
+        """Note external references. Call it when the chunk's frames are gone."""
         while self._saved_in_forward:
             tracked = self._saved_in_forward.pop()
             tracked.record.has_external_refs |= tracked.has_external_refs()
@@ -56,7 +56,7 @@ class NonLayerRecorder:
         self._mark(record, What.ASKED)
 
     def take(self, first: Mark) -> tuple[NonLayerStorage, ...]:
-        """Return all records in the order of saving, with times in ms since ``first``, and stop tracking them."""
+        """Return all records in the order of saving, with times in ms since ``first``, and forget them."""
         taken = tuple(self._marks)
         for record, marks in self._marks.items():
             record.at_ms = {what: mark.elapsed_ms_since(first) for what, mark in marks.items()}
@@ -64,7 +64,6 @@ class NonLayerRecorder:
         return taken
 
     def forget(self) -> None:
-        """Drop all records and stop tracking."""
         self._tracker.forget()
         self._marks = {}
         self._saved_in_forward.clear()

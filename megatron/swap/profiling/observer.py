@@ -1,10 +1,8 @@
-"""Counts the bytes that autograd holds on the device at once. An independent check: it knows nothing of swapping.
+"""Counts the bytes that autograd holds on the device at once: an independent check, which knows nothing of swapping.
 
-It wraps any pair of saved-tensor hooks and notes each storage that is packed or unpacked. The storage counts from then
-until it is freed. So an offloaded storage stops counting exactly when its device memory is freed.
-
-Beside that it counts what autograd would hold if everything that it saves stayed: a storage counts from its first
-packing until the graph has let go of all tensors that were saved on it.
+A storage counts as held from its first pack or unpack until it is freed, so an offloaded storage stops counting.
+A storage counts as saved from its first pack until the graph lets go of all tensors saved on it. So saved bytes are
+those that autograd would hold without offloading.
 """
 
 from __future__ import annotations
@@ -20,23 +18,18 @@ from megatron.swap.devices.plain_tensors import addresses_of, is_plain
 from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext, innermost_hooks
 
 PLAIN = Hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-"""Hooks that keep every tensor. They detach it, since a node that saves its own output would otherwise never die."""
+"""Hooks that keep every tensor, detached: a node that saves its own output would never die."""
 
 
 class StepPeaks(NamedTuple):
-    """Most bytes at once in a step.
+    """Most bytes at once in a step."""
 
-    Attributes:
-        held_bytes: held by autograd.
-        saved_bytes: saved by autograd: held if nothing were offloaded or recomputed.
-    """
-
-    held_bytes: int
-    saved_bytes: int
+    held_bytes: int  # held by autograd
+    saved_bytes: int  # saved by autograd: held if nothing were offloaded or recomputed
 
 
 class _Saved:
-    """A storage that the graph refers to: it counts as saved while this object lives."""
+    """A storage that the graph refers to, which counts as saved while this object lives."""
 
     __slots__ = ("__weakref__", "_num_bytes", "_observer")
 
@@ -51,7 +44,7 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """The graph's entry for a saved tensor: the entry of the inner hooks, and the storage that it counts for."""
+    """The graph's entry for a saved tensor: the entry of the inner hooks, and its storage."""
 
     packed: Any
     saved: _Saved
@@ -59,28 +52,23 @@ class _Counted:
 
 @dataclass(slots=True)
 class _Live:
-    """A storage on the device. ``saved`` is dead or ``None`` if the graph does not refer to it."""
+    """A storage on the device. ``saved`` is dead or None if the graph does not refer to it."""
 
     storage: weakref.ref[torch.UntypedStorage]
     saved: weakref.ref[_Saved] | None = None
 
 
 class Observer:
-    """Counts the bytes of the storages that pass through its hooks, except for parameters and tensors not plain.
+    """Counts the bytes of storages that pass through its hooks, parameters and special tensors left out.
 
     Args:
-        is_always_on: count in all steps; else only in those that ``count_steps`` asks for.
-
-    Attributes:
-        live_bytes: bytes held now.
-        peak_bytes: most bytes held at once.
-        saved_bytes: bytes saved now.
+        is_always_on: count in all steps, not only in those that ``count_steps`` asks for.
     """
 
     def __init__(self, is_always_on: bool = True) -> None:
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.saved_bytes = 0
+        self.live_bytes = 0  # bytes held now
+        self.peak_bytes = 0  # most bytes held at once
+        self.saved_bytes = 0  # bytes saved now
         self._is_always_on = is_always_on
         self._num_steps = 0
         self._recent_peak_bytes = 0
@@ -90,7 +78,6 @@ class Observer:
 
     @property
     def is_on(self) -> bool:
-        """Whether this step is counted."""
         return self._is_always_on or self._num_steps > 0
 
     def count_steps(self, number: int) -> None:
@@ -98,7 +85,7 @@ class Observer:
         self._num_steps = number
 
     def end_step(self) -> StepPeaks | None:
-        """End a step and return its peaks; ``None``: it was not counted."""
+        """End a step and return its peaks; None if it was not counted."""
         peaks = self._step_peaks if self.is_on else None
         self._num_steps = max(0, self._num_steps - 1)
         self._step_peaks = StepPeaks(self.live_bytes, self.saved_bytes)
@@ -123,22 +110,19 @@ class Observer:
         return Hooks(pack, unpack)
 
     def context(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which everything that autograd saves is counted, and nothing else changes.
-
-        The parameters of ``module``, and views of them, do not count: they exist without autograd.
-        """
+        """Return a context in which everything that autograd saves is counted, and nothing else changes."""
         if not self.is_on:
             return nullcontext()
+        # Parameters, and views of them, exist without autograd.
         self._constant[id(module)] = addresses_of(module.parameters())
         return HooksContext(self.around(PLAIN))
 
     def counting(self) -> AbstractContextManager[None]:
-        """Return a context in which what the present hooks hold is counted."""
+        """Return a context in which the tensors that the present hooks hold are counted."""
         return _Counting(self)
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Count the storage of ``tensor``, which autograd has not saved: a reload's buffer, or what is made again from
-        it."""
+        """Count the storage of ``tensor``, which autograd has not saved: a reload's buffer, or a recomputed tensor."""
         if self.is_on:
             self._note(tensor)
 
@@ -148,7 +132,7 @@ class Observer:
         return peak_bytes, self.live_bytes
 
     def _save(self, tensor: torch.Tensor) -> _Saved | None:
-        """Note that the graph refers to the storage of ``tensor``, while the returned object lives."""
+        """Note that the graph refers to the storage of ``tensor`` while the returned object lives."""
         live = self._note(tensor)
         if live is None:
             return None
@@ -159,7 +143,7 @@ class Observer:
         return saved
 
     def _note(self, tensor: torch.Tensor) -> _Live | None:
-        """Note that the storage of ``tensor`` is on the device; return ``None`` if it does not count."""
+        """Note that the storage of ``tensor`` is on the device; return None if it does not count."""
         if type(tensor) is not torch.Tensor or not is_plain(tensor) or tensor.is_meta:
             return None
         storage = tensor.untyped_storage()
@@ -192,11 +176,11 @@ class Observer:
 
 
 class _Counting(AbstractContextManager[None]):
-    """Counts what the hooks hold that are there when it begins. It may begin again, also before it has ended: a layer
-    that calls ``torch.autograd.grad`` is recomputed several times."""
+    """Counts the tensors of the hooks that are in force when the context begins."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        # A stack: a layer that calls ``torch.autograd.grad`` is recomputed several times, one inside another.
         self._begun: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:

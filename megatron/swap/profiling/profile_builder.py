@@ -29,8 +29,7 @@ from megatron.swap.planner.profile import (
 from megatron.swap.profiling.recording import NonLayerStorage, Recording, SavedStorage, What
 from megatron.swap.profiling.timeline import LayerPass, Moment, NonLayerStep, Timeline
 
-SAME_SIZE = 0.01
-"""Relative difference up to which two sizes count as equal."""
+SAME_SIZE = 0.01  # relative difference up to which two sizes count as equal
 
 
 def build_profile(
@@ -48,15 +47,14 @@ def build_profile(
 ) -> Profile:
     """Return the profile of the recorded steps as they would be without swapping and recomputation.
 
-    The engine's own work is removed: waits, copies, recomputations and recompute trials. Times are medians, because any
-    step may be slow, above all the first one after the allocator released its cache. Sizes and memory are maxima.
+    The engine's own work is removed: waits, copies, recomputations and recompute trials. Sizes and memory are maxima.
 
     Args:
         min_mib: smaller sites are ineligible.
-        whole_layers: the engine can recompute whole layers, so that each gets a section ``layer``.
+        whole_layers: the engine can recompute whole layers, so each gets a section ``layer``.
 
     Raises:
-        SwapError: saved tensors were not recorded, because layers were not hooked or one was recomputed as a whole.
+        SwapError: saved tensors were not recorded: layers had no hooks, or one was recomputed whole.
     """
     timeline = Timeline(recording)
     here = {layer for chunk in pipeline.chunks for layer in chunk}  # without those that save nothing
@@ -87,22 +85,21 @@ def build_profile(
 
 
 def trained_layers(recording: Recording) -> set[int]:
-    """Return the layers that ran backward. A layer whose output nobody uses saves tensors, but has no backward."""
+    """Return the layers that ran backward. A layer whose output nobody uses saves tensors all the same."""
     return {one.pass_key.layer for one in Timeline(recording).passes if one.is_whole}
 
 
 def with_recorded_times(
     profile: Profile, recordings: Sequence[Recording], host_factor: float | None = None
 ) -> Profile:
-    """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed as a whole.
+    """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed whole.
 
-    If the host limits the speed (experts wait for counts of tokens), then packing, copying and recording saved tensors
-    slow a layer down. A layer that is recomputed as a whole does hardly any of that. Times within a layer are scaled by
-    the ratio of the layer's new time to its old time.
+    Packing, copying and recording saved tensors slow a layer down where the host limits its speed. Layers that are
+    recomputed whole do hardly any of that. Times within a layer are scaled as the layer's own time.
 
     Args:
-        host_factor: the host's time in forward of layers that are recomputed whole, in multiples of their own;
-            ``None``: it does not count.
+        host_factor: forward time of the host for a layer in a checkpoint, in multiples of the layer's own; None:
+            unknown.
     """
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
@@ -153,7 +150,7 @@ def _timed(
 
 
 def _classes(passes: Sequence[LayerPass], min_mib: float) -> list[tuple[int, ...]]:
-    """Group layers with the same sites and sizes. Sizes that vary between micro-batches are not compared."""
+    """Group layers with the same sites and sizes."""
     of_layer: dict[int, list[LayerPass]] = {}
     for one in passes:
         of_layer.setdefault(one.pass_key.layer, []).append(one)
@@ -193,7 +190,7 @@ def _with_alike(classes: list[tuple[int, ...]], like: dict[int, tuple[int, ...]]
 
 
 def _sites(passes: Sequence[LayerPass]) -> list[str]:
-    """Return sites in the order of forward. Sites that only some passes have (experts without a token) come last."""
+    """Return sites in the order of forward. Sites that some passes lack (experts without a token) come last."""
     longest = max(passes, key=lambda one: len(one.sites))
     return list(dict.fromkeys([*longest.sites, *(site for one in passes for site in one.sites)]))
 
@@ -205,7 +202,8 @@ def _size_range(passes: Sequence[LayerPass], site: str) -> tuple[int, int]:
 
 def _same_size(one: tuple[int, int], other: tuple[int, int]) -> bool:
     if any(smallest < (1 - SAME_SIZE) * largest for smallest, largest in (one, other)):
-        return True  # sizes vary between micro-batches
+        # A size that varies between micro-batches tells nothing about the layer.
+        return True
     return abs(one[1] - other[1]) <= SAME_SIZE * max(one[1], other[1])
 
 
@@ -220,9 +218,9 @@ def _is_input(passes: Sequence[LayerPass], site: str) -> bool:
 
 
 def _needs(passes: Sequence[LayerPass], site: str) -> tuple[str, ...] | None:
-    """Return the sites of the same layer that recomputing ``site`` reads.
+    """Return the sites of the same layer that recomputing ``site`` reads, or None.
 
-    ``None``: it was not recomputed, its inputs differ between passes, or it reads a storage of another layer that might
+    None: the site was not recomputed, its inputs differ between passes, or it reads another layer's storage that might
     be gone. Storages of other layers that are held anyway (tables that all layers share) are not returned.
     """
     found = [one.sites[site] for one in passes if site in one.sites]
@@ -239,6 +237,7 @@ def _layer_class(
     layers: tuple[int, ...], passes: Sequence[LayerPass], timeline: Timeline, min_mib: float, whole_layers: bool
 ) -> LayerClass:
     timed = [one for one in passes if not one.has_trials] or passes
+    # A median: any step may be slow, above all the first one behind a release of the allocator's cache.
     forward_ms = median(one.forward_ms or 0.0 for one in timed)
     backward_ms = median(one.backward_ms or 0.0 for one in timed)
     sections = _shared_sections(layers, passes, timeline)
@@ -278,7 +277,7 @@ def _layer_class(
 
 
 def _made_mib(layers: Sequence[int], timeline: Timeline) -> float:
-    """Return the mean gradients of ``layers``, so that weights that several of them share count once."""
+    # A mean over the layers counts weights that several of them share once.
     made: defaultdict[int, int] = defaultdict(int)
     for one in timeline.passes:
         if one.is_whole and one.pass_key.layer in layers:
@@ -287,7 +286,7 @@ def _made_mib(layers: Sequence[int], timeline: Timeline) -> float:
 
 
 def _gone_at_ms(passes: Sequence[LayerPass], site: str, forward_ms: float) -> float | None:
-    """Return when forward frees ``site``; ``None``: once it did not."""
+    """Return when forward frees ``site``, or None where a pass did not free it."""
     saving = [one for one in passes if site in one.sites]
     if not saving or any(site not in one.freed_at for one in saving):
         return None
@@ -295,10 +294,9 @@ def _gone_at_ms(passes: Sequence[LayerPass], site: str, forward_ms: float) -> fl
 
 
 def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timeline: Timeline) -> tuple[Section, ...]:
-    """Return a section for each group of sites that are recomputed from or through the same unsaved storages.
+    """Return a section for each group of sites that are recomputed from, or through, the same unsaved storages.
 
-    Recomputing one site of a group costs nearly as much as recomputing all. A site that is made from one of a group,
-    and that another one is made from, belongs to the group: it cannot be recomputed before or after all of it.
+    Recomputing one site of a group costs nearly as much as recomputing all.
     """
     shared_of: dict[str, set[str]] = {}
     for one in passes:
@@ -313,6 +311,7 @@ def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timelin
             mine |= other[0]
             shared |= other[1]
         groups.append((mine, shared))
+    # A site between two sites of a group joins the group: it cannot run before or after all of them.
     needs_of = {site: _needs(passes, site) for site in _sites(passes)}
     groups = _without_cycles(groups, {site: needs for site, needs in needs_of.items() if needs})
     sections = []
@@ -331,7 +330,7 @@ def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timelin
 def _without_cycles(
     groups: list[tuple[set[str], set[str]]], needs_of: dict[str, tuple[str, ...]]
 ) -> list[tuple[set[str], set[str]]]:
-    """Return ``groups`` of sites and what they share, with those and other sites joined that read each other."""
+    """Return ``groups`` of sites and shared storages, joined where sites read each other."""
     while True:
         in_groups = {site for sites, _ in groups for site in sites}
         nodes = [*groups, *(({site}, set()) for site in needs_of if site not in in_groups)]
@@ -358,7 +357,7 @@ def _shared(storage: SavedStorage) -> set[str]:
 
 
 def _cost_ms(layers: Sequence[int], name: str, timeline: Timeline) -> float | None:
-    """Return the time to recompute a storage once its inputs are there; ``None``: it was not recomputed."""
+    """Return the time to recompute a storage once its inputs are there, or None if it was not recomputed."""
     costs = [cost for layer in layers for cost in timeline.costs.get((layer, name), ())]
     return max(0.0, median(costs)) if costs else None
 
@@ -370,7 +369,7 @@ def _median_moment(passes: Iterable[LayerPass], moment: Moment, otherwise: float
 def _temporaries(
     passes: Sequence[LayerPass], timed: Sequence[LayerPass], backward_ms: float
 ) -> tuple[tuple[float, float], ...]:
-    """Return the largest temporaries at each moment of backward, without moments that do not change the level."""
+    """Return the largest temporaries at each moment of backward at which the level changes."""
     moments = dict.fromkeys(moment for one in passes for moment in one.moments)
     at_ms = {moment: min(_median_moment(timed, moment, backward_ms), backward_ms) for moment in moments}
     levels: list[tuple[float, float]] = []
@@ -383,7 +382,7 @@ def _temporaries(
 
 @dataclass(frozen=True)
 class _WholeLayer:
-    """The section ``layer``, and sites of inputs that it saves and the layer's own operators do not."""
+    """The section ``layer``, and sites of inputs that the layer's own operators do not save."""
 
     section: Section
     needs_unsaved: tuple[SiteProfile, ...]
@@ -398,7 +397,7 @@ def _unsaved_inputs(passes: Sequence[LayerPass]) -> tuple[int, bool]:
 def _whole_layer(
     passes: Sequence[LayerPass], sites: Sequence[SiteProfile], forward_ms: float, backward_ms: float, min_mib: float
 ) -> _WholeLayer | None:
-    """Return how the layer is recomputed from its inputs; ``None``: they are not known, or nothing would be freed."""
+    """Return how the layer is recomputed from its inputs, or None: they are unknown, or nothing would be freed."""
     inputs = tuple(site.site for site in sites if _is_input(passes, site.site))
     frees = tuple(site.site for site in sites if site.site not in inputs and not site.is_unsaved)
     num_bytes, is_held = _unsaved_inputs(passes)
@@ -424,7 +423,7 @@ def _non_layer(
     saved: Sequence[NonLayerStorage],
     min_mib: float,
 ) -> NonLayer:
-    """Return the figures outside layers, of the chunk that ends in the loss or, without the loss, of the first one."""
+    """Return the figures outside layers of the chunk that ends in the loss; without the loss, of the first chunk."""
     steps = [one for one in timeline.steps if not one.has_trials] or timeline.steps
     has_loss = _has_loss(pipeline)
     chunk = _chunk(steps, pipeline)
@@ -450,18 +449,14 @@ def _has_loss(pipeline: Pipeline) -> bool:
 
 
 def _chunk(steps: Sequence[NonLayerStep], pipeline: Pipeline) -> int:
-    """Return the number of the chunk that ends in the loss; on a rank without loss, 0."""
+    """Return the number of the chunk that ends in the loss, or 0 on a rank without loss."""
     return max((chunk for one in steps for chunk in one.forward_ms), default=0) if _has_loss(pipeline) else 0
 
 
 def _non_layer_times(
     steps: Sequence[NonLayerStep], layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline
 ) -> tuple[float, float, float]:
-    """Return the times of forward and backward outside layers, and of the optimizer, in ms.
-
-    Without a pipeline the optimizer's time is the rest of the step. In a pipeline, where ranks wait for each other, it
-    is the time after the last backward, less the estimated wait for the stages before this one.
-    """
+    """Return the times of forward and backward outside layers, and of the optimizer, in ms."""
     has_loss, chunk = _has_loss(pipeline), _chunk(steps, pipeline)
     layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
     forward_ms = backward_ms = 0.0
@@ -471,19 +466,18 @@ def _non_layer_times(
         backward_ms = _median([ms for one in steps for ms in one.loss_ms])
     if pipeline.size == 1:
         backward_ms += _median([ms for one in steps for ms in one.between_ms])
+        # Without a pipeline the optimizer's time is the rest of the step.
         rest_ms = _median([one.step_ms for one in steps])
         rest_ms -= num_micro_batches * (forward_ms + backward_ms + layer_ms)
     else:
+        # In a pipeline the last backward is followed by a wait for the stages before this one.
         waited_ms = pipeline.rank * sum(len(entry.layers) * entry.backward_ms for entry in layers)
         rest_ms = _median([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
     return max(0.0, forward_ms), max(0.0, backward_ms), max(0.0, rest_ms)
 
 
 def _non_layer_sites(saved: Sequence[NonLayerStorage], min_mib: float) -> tuple[NonLayerSite, ...]:
-    """Return each site with its largest size and shortest idle time, which includes the engine's own work.
-
-    A storage that backward never uses is idle until it is freed. A storage that is neither used nor freed is left out.
-    """
+    """Return each site with its largest size and shortest idle time."""
     found: dict[str, list[NonLayerStorage]] = {}
     for one in saved:
         if one.at_ms.keys() & {What.ASKED, What.FREED}:
@@ -491,6 +485,7 @@ def _non_layer_sites(saved: Sequence[NonLayerStorage], min_mib: float) -> tuple[
     sites = []
     for name, ones in found.items():
         mib = max(one.num_bytes for one in ones) / MIB
+        # A storage that backward never uses is idle until it is freed. The engine's own work is included.
         idle_ms = min(one.at_ms.get(What.ASKED, one.at_ms.get(What.FREED, 0.0)) - one.at_ms[What.SAVED] for one in ones)
         held: Literal["held"] | None = "held" if any(one.has_external_refs for one in ones) else None
         sites.append(NonLayerSite(name, mib, max(0.0, idle_ms), "small" if mib < min_mib else held))

@@ -13,16 +13,15 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.log import logger
 
 NSYS = "nsys"
-"""Target for runs under ``nsys profile --capture-range=cudaProfilerApi``, in place of a folder."""
+"""Target in place of a folder, for runs under ``nsys profile --capture-range=cudaProfilerApi``."""
 
 
 class Profiler:
     """Traces steps ``first`` to ``last``, including the engine's ranges. Call ``step_ended`` after every step.
 
     Args:
-        target: folder into which torch.profiler writes ``rank-N.json.gz``; or ``NSYS``.
-        first, last: steps of this run, counted from 1, also in a run that resumes from a checkpoint. ``first`` is at
-            least 3: the optimizer creates its state in one step, and the profiler warms up in another.
+        target: folder into which torch.profiler writes ``rank-N.json.gz``, or ``NSYS``.
+        first, last: steps of this process, counted from 1. ``first`` is at least 3.
         rank: number in the file's name.
         ranges: switched on while steps are traced.
         allocated_bytes: returns the device memory in use, for the timeline.
@@ -47,12 +46,13 @@ class Profiler:
 
     @property
     def path(self) -> Path | None:
-        """File that is written; ``None`` if nsys writes its own."""
+        """File of the trace; None if nsys writes its own."""
         return None if self._folder is None else self._folder / f"rank-{self._rank}.json.gz"
 
     def step_ended(self, iteration: int) -> None:
         """Note that training iteration ``iteration`` has ended; begin or end the trace if it is time."""
         self._num_steps += 1
+        # The optimizer creates its state in the first step, and torch.profiler warms up in another.
         if self._num_steps == self._first - 2 and self._folder is not None:
             self._profile = _torch_profile(self._last - self._first + 1)
             self._profile.start()
@@ -69,7 +69,7 @@ class Profiler:
             self._ranges.step(iteration + 1)
 
     def close(self) -> None:
-        """End of training: write a trace that is under way, or report that no step was traced."""
+        """Training has ended: write a trace that is under way, or report that no step was traced."""
         if self._timeline is not None:
             self._end()
         elif self._num_steps < self._first:
@@ -82,7 +82,7 @@ class Profiler:
             )  # fmt: skip
 
     def abandon(self) -> None:
-        """Training failed: write a trace that is under way, if that still works. Does not wait for the device."""
+        """Training has failed: write a trace that is under way, if possible. Does not wait for the device."""
         is_tracing, profile, self._profile = self._timeline is not None, self._profile, None
         self._leave_ranges()
         if profile is not None:

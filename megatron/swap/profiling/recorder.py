@@ -1,8 +1,6 @@
 """Records training steps: when each saved storage is saved, needed and freed, and how much memory is in use.
 
-The recorder listens to the engine's ranges (``instrumentation.Ranges``), is called from the saved-tensor hooks while it
-is on, and changes nothing. Times are marks on the compute stream, which are read at the end of the recording. Memory is
-read in program order.
+The recorder listens to the engine's ranges and is called from the saved-tensor hooks; it changes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from megatron.swap.profiling.storage_tracker import Reference, StorageTracker, T
 
 
 class Recomputable(Labelled, Protocol):
-    """Interface of the engine's ``RecomputeSpec`` that the recorder uses."""
+    """The part of the engine's ``RecomputeSpec`` that the recorder uses."""
 
     site: Site
     number: int
@@ -44,10 +42,7 @@ class Recomputable(Labelled, Protocol):
 
 
 class _Note(NamedTuple):
-    """An event with the mark of its time. ``noted`` is a second mark, set once the event was noted.
-
-    ``host_ms``: time on the host's clock.
-    """
+    """An event, before times can be read."""
 
     what: What
     mark: Mark
@@ -59,10 +54,9 @@ class _Note(NamedTuple):
 
 
 class Recorder:
-    """Records whole steps from ``start`` to ``stop``. Off otherwise.
+    """Records whole steps from ``start`` to ``stop``. Layers without hooks are not seen.
 
-    Autograd's thread may call it too, but never two threads at a time. Layers without hooks are not seen, so all layers
-    must be hooked while recording.
+    Autograd's thread may call the recorder too, but never two threads at a time.
 
     Args:
         device: device whose time is measured.
@@ -88,7 +82,7 @@ class Recorder:
         self._forget()
 
     def for_times(self) -> Recorder:
-        """Return another recorder on the same device and ranges. It records when layers run, not tensors or memory."""
+        """Return another recorder on the same device and ranges, for the times of layers alone."""
         return Recorder(self._device, self.ranges, lambda: (0, 0), has_memory=False)
 
     def _forget(self) -> None:
@@ -135,7 +129,7 @@ class Recorder:
             notes.clear()
 
     def stop(self) -> Recording:
-        """Stop, and return what was recorded up to the end of the last whole step. Waits for the device.
+        """Stop, and return the recording up to the end of the last whole step. Waits for the device.
 
         Raises:
             SwapError: the recorder is off, or no step has ended.
@@ -144,6 +138,7 @@ class Recorder:
             raise SwapError("nothing was recorded: start, then step_ended at least once, then stop.")
         self.is_on = False
         self.ranges.stop(self)
+        # Marks can be read once the device has passed them.
         self._device.synchronize()
         notes = self._notes
         while notes[-1].what is not What.STEP:
@@ -167,7 +162,7 @@ class Recorder:
         return Recording(events, self._device.reserved_bytes(), non_layer)
 
     def abandon(self) -> None:
-        """Stop and drop the recording, because training has failed or ended. Does not wait for the device."""
+        """Stop and drop the recording. Does not wait for the device, which may have failed."""
         if self.is_on:
             self.is_on = False
             self.ranges.stop(self)
@@ -185,7 +180,7 @@ class Recorder:
     # ------------------------------------------------- ranges: layers, chunks, the engine's work
 
     def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Note the forwards of a model chunk; call it for each chunk, in order. Returns a function that ends that."""
+        """Note the forwards of a model chunk; call it for each chunk, in order. Return a function that ends that."""
         number, self._num_chunks = self._num_chunks, self._num_chunks + 1
 
         def noting(what: What) -> Callable[..., None]:
@@ -264,7 +259,8 @@ class Recorder:
                 self._note(What.WORK_END, work=work, of=of)
 
     def _find_external_refs(self, run: PassKey) -> None:
-        """Find storages of ``run`` that others hold or have emptied: once, when the layer's own frames are gone."""
+        """Find storages of ``run`` that others hold or have emptied."""
+        # Called once for each run, when the layer's own frames are gone.
         for tracked in self._saved_in_run.pop(run, ()):
             storage = tracked.reference()
             if storage is not None and storage.nbytes() != tracked.num_bytes:
@@ -281,7 +277,8 @@ class Recorder:
             self._note(What.INPUTS, storage=inputs, num_bytes=total)
 
     def _find_unsaved(self, run: PassKey) -> None:
-        """Find inputs of ``run``, whose forward ends, that nobody saves. A held one counts for its first layer."""
+        """Find inputs of ``run``, whose forward ends, that nobody saves."""
+        # A held input counts for the first layer that reads it.
         held = [reference() for reference in self._shared]
         self._unsaved[run] = [
             (reference, num_bytes) for reference, num_bytes in self._called_with.pop(run.label, ())
@@ -292,32 +289,30 @@ class Recorder:
     # ------------------------------------------------------------ saved storages
 
     def called_with(self, label: str, hidden: Any) -> None:
-        """Note ``hidden``, the hidden states that the layer's run ``label`` begins with."""
+        """Note the hidden states that the layer's run ``label`` begins with."""
         if self.is_on and isinstance(hidden, torch.Tensor) and hidden.requires_grad and is_plain(hidden):
             self._inputs[label] = {hidden.untyped_storage()._cdata}
 
     def inputs(self, label: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Note ``tensors``, which a layer that is recomputed whole saves, instead of ``called_with``.
-
-        Those that the run ``label`` does not save by itself are recorded when it ends.
-        """
+        """Note the tensors that a layer saves if it is recomputed whole, instead of ``called_with``."""
         if self.is_on:
             storages = [tensor.untyped_storage() for tensor in tensors if is_plain(tensor)]
             self._inputs[label] = {storage._cdata for storage in storages}
             unique = {storage._cdata: storage for storage in storages}.values()
+            # Those that the run does not save by itself are recorded when it ends.
             self._called_with[label] = [(weakref.ref(storage), storage.nbytes()) for storage in unique]
 
     def not_repeatable(self, label: str) -> None:
-        """Note that the run ``label`` must not run again: what it reads has changed, in the run or before backward."""
+        """Note that the run ``label`` must not run again: tensors that it reads have changed."""
         if (run := self._runs.get(label)) is not None:  # ``None``: its forward was before the recording
             self._once.add(run)
 
     def is_like(self, label: str, others: tuple[int, ...]) -> None:
-        """Note that the run ``label`` saves what layers ``others`` saved in this forward, and runs in a checkpoint."""
+        """Note that the run ``label`` is in a checkpoint, and saves the tensors that layers ``others`` saved."""
         self._note(What.LIKE, pass_key=self._runs[label], like=others)
 
     def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:
-        """Note that autograd saves ``tensor`` at ``site`` in the run ``label``. Return its storage's record."""
+        """Note that autograd saves ``tensor`` at ``site`` in the run ``label``, and return its storage's record."""
         storage = tensor.untyped_storage()
         tracked = self._tracker.get(storage)
         if tracked is not None:
@@ -332,7 +327,7 @@ class Recorder:
         return record
 
     def aliased(self, tensor: torch.Tensor) -> None:
-        """Note that the autograd graph holds one more tensor on the storage of ``tensor``."""
+        """Note that the autograd graph holds another tensor on the storage of ``tensor``."""
         if self.is_on and (tracked := self._tracker.get(tensor.untyped_storage())) is not None:
             tracked.num_aliases += 1
 
@@ -342,10 +337,9 @@ class Recorder:
         """Note that the output of ``spec``, which was saved just now, will be recomputed from ``inputs``.
 
         Args:
-            spec: recomputes the storage.
             producer: kind of kernel.
             inputs: saved tensors that the producers read.
-            unsaved: specs of storages that nobody saves and that are recomputed on the way from ``inputs``.
+            unsaved: specs of storages that nobody saves, on the way from ``inputs`` to the output.
         """
         if not self.is_on or (storage := spec.output()) is None or (tracked := self._tracker.get(storage)) is None:
             return
@@ -361,14 +355,12 @@ class Recorder:
 
     @property
     def is_past_layers(self) -> bool:
-        """Whether a layer of the current chunk has ended its forward."""
         return self._last_forward is not None
 
     def saved_non_layer(self, site: Site, tensor: torch.Tensor) -> NonLayerStorage | None:
         """Note that the current chunk saves ``tensor`` outside its layers.
 
-        Returns:
-            The record of its storage; ``None`` if a layer has saved that storage.
+        Return the record of its storage, or None if a layer has saved that storage.
         """
         if self._tracker.get(tensor.untyped_storage()) is not None:
             return None

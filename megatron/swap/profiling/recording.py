@@ -1,4 +1,4 @@
-"""Raw recordings of a few training steps, from which ``profiling/profile_builder.py`` builds a profile."""
+"""Recordings of a few training steps, from which ``profile_builder`` makes a profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 TRIAL, BRING_BACK, RECOMPUTE = "trial", "bring_back", "recompute"
 WORKS = frozenset({"wait", "release", "swap_out", "swap_in", "prefetch", TRIAL, BRING_BACK, RECOMPUTE})
-"""Names of the ranges of the engine's own work, which a layer without swapping does not do."""
+"""Ranges of the engine's own work, which a layer without swapping does not do."""
 EVALUATION = "evaluation"
 """Forwards without gradients between steps. They are recorded as work, so that they count for no step."""
 
@@ -44,7 +44,7 @@ class What(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PassKey:
-    """Identifies a pass: a layer over one micro-batch of a step."""
+    """A pass: a layer over one micro-batch of a step."""
 
     layer: int
     micro_batch: int
@@ -56,96 +56,59 @@ class PassKey:
 
 @dataclass(eq=False, slots=True)
 class SavedStorage:
-    """A storage that autograd saved.
+    """A storage that autograd saved."""
 
-    Attributes:
-        pass_key, site: the pass and site that saved it first; ``site`` is ``path/ordinal``.
-        num_bytes: its size.
-        is_input: it is the input of the layer and needs a gradient, so that the whole layer can be recomputed from it.
-        has_external_refs: there are other references, or it was emptied, so that offloading would not free it.
-        producer: the kind of kernel that recomputes it bit for bit; ``None``: it was not recomputed.
-        recompute_inputs: saved storages that recomputing it reads, without parameters.
-        intermediates: names of unsaved storages that recomputing it goes through.
-        is_intermediate: it is such an unsaved storage itself, which exists only in backward.
-    """
-
-    pass_key: PassKey
-    site: str
-    num_bytes: int
-    is_input: bool = False
-    has_external_refs: bool = False
-    producer: str | None = None
+    pass_key: PassKey  # the pass that saved the storage first
+    site: str  # ``path/ordinal``
+    num_bytes: int  # its size
+    is_input: bool = False  # the layer's input, with a gradient: the whole layer can be recomputed from it
+    has_external_refs: bool = False  # others hold it, or it was emptied, so that offloading would free nothing
+    producer: str | None = None  # kind of kernel that recomputes it bit for bit; None: not recomputed
+    # saved storages that recomputing reads, without parameters
     recompute_inputs: tuple[SavedStorage, ...] = field(default=(), repr=False)
-    intermediates: tuple[str, ...] = ()
-    is_intermediate: bool = False
+    intermediates: tuple[str, ...] = ()  # unsaved storages that recomputing goes through, by name
+    is_intermediate: bool = False  # such an unsaved storage itself, which exists only in backward
 
 
 @dataclass(eq=False, slots=True)
 class NonLayerStorage:
-    """A storage that autograd saved outside the layers.
+    """A storage that autograd saved outside the layers."""
 
-    Attributes:
-        chunk, site: the chunk and site that saved it first; ``site`` is ``path/ordinal``.
-        num_bytes: its size.
-        has_external_refs: there were other references (the chunk's frames, the batch) when a later storage was saved,
-            or at the end of the chunk's forward.
-        at_ms: times when it was SAVED, first ASKED and FREED, on the clock of ``Event.at_ms``.
-    """
-
-    chunk: int
-    site: str
-    num_bytes: int
+    chunk: int  # number in model order
+    site: str  # ``path/ordinal``
+    num_bytes: int  # its size
     has_external_refs: bool = False
+    """Others (the chunk's frames, the batch) held it when a later storage was saved, or when forward ended."""
+    # when it was SAVED, first ASKED and FREED, as ``Event.at_ms``
     at_ms: dict[What, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of a recording.
-
-    Attributes:
-        at_ms: time since the first event, on the compute stream.
-        peak_bytes: peak of allocated memory since the previous event.
-        now_bytes: allocated memory.
-        pass_key: the pass, for FORWARD_BEGIN, FORWARD_END, BACKWARD_BEGIN, BACKWARD_END and LIKE.
-        storage, num_bytes: the storage, for SAVED, ASKED, ARRIVED and FREED, and the bytes allocated or freed. For
-            INPUTS all of them as one storage, which is none of its own. For FORWARD_BEGIN the bytes saved outside the
-            layers so far.
-        work, of: for WORK_BEGIN and WORK_END, one of ``WORKS`` and its subject (``layers.3/mlp/0 mb0``), or
-            ``EVALUATION``.
-        chunk: number of the chunk in model order, for CHUNK_BEGIN and CHUNK_END.
-        like: these other layers, for LIKE.
-        noting_ms: time after ``at_ms`` that the recorder itself took.
-        host_at_ms: time on the host's clock.
-    """
+    """An event of a recording."""
 
     what: What
-    at_ms: float
-    peak_bytes: int
-    now_bytes: int
-    pass_key: PassKey | None = None
-    storage: SavedStorage | None = None
-    num_bytes: int = 0
-    work: str = ""
-    of: str = ""
-    chunk: int = 0
-    like: tuple[int, ...] = ()
-    noting_ms: float = 0.0
-    host_at_ms: float = 0.0
+    at_ms: float  # time since the first event, on the compute stream
+    peak_bytes: int  # peak of allocated memory since the previous event
+    now_bytes: int  # allocated memory
+    pass_key: PassKey | None = None  # of events of passes
+    storage: SavedStorage | None = None  # of SAVED, ASKED, ARRIVED and FREED; of INPUTS all of them as a single storage
+    num_bytes: int = 0  # allocated or freed; of FORWARD_BEGIN: saved outside the layers so far
+    work: str = ""  # one of ``WORKS`` or ``EVALUATION``
+    of: str = ""  # subject of the work, such as ``layers.3/mlp/0 mb0``
+    chunk: int = 0  # number in model order, of CHUNK_BEGIN and CHUNK_END
+    like: tuple[int, ...] = ()  # the recorded layers, of LIKE
+    noting_ms: float = 0.0  # time behind ``at_ms`` that the recorder took
+    host_at_ms: float = 0.0  # on the host's clock
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Whole steps: the first event and the last are STEP.
-
-    Attributes:
-        reserved_bytes: memory that the allocator had reserved at the end; ``None``: the device has no such allocator.
-        non_layer: storages saved outside the layers, in order.
-    """
+    """Whole steps: the first event and the last are STEP."""
 
     events: tuple[Event, ...]
-    reserved_bytes: int | None = None
-    non_layer: tuple[NonLayerStorage, ...] = ()
+    reserved_bytes: int | None = None  # by the allocator at the end; None: the device has no such allocator
+    non_layer: tuple[NonLayerStorage, ...] = ()  # storages saved outside the layers, in order
 
     @property
     def num_steps(self) -> int:

@@ -1,7 +1,7 @@
-"""Saved-tensor hooks, beside those of the user.
+"""Saved-tensor hooks beside those of the user.
 
-Autograd calls the innermost hooks alone. So hooks that are entered here hand each tensor to the user's hooks around
-them first, and pack what those return.
+Autograd calls the innermost hooks alone. So hooks that are entered here hand each tensor to the user's hooks first,
+and pack their result.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ _STACK = _Stack()
 
 
 def is_traced() -> bool:
-    """Whether operators become a graph (``torch.fx``, ``torch.func.linearize``): the engine's must not be in it."""
+    """Whether operators become a graph (``torch.fx``, ``torch.func.linearize``), which must hold none of the engine's.
+    """
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def are_hooks_off() -> bool:
-    """Whether no hooks can be entered: operators are traced, or hooks are disabled, as ``torch.func.grad`` does."""
+    """Whether no hooks can be entered: operators are traced, or ``torch.func`` has disabled hooks."""
     return is_traced() or not _autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
@@ -60,7 +61,7 @@ def innermost_hooks() -> Hooks | None:
 
 
 def users_hooks() -> Hooks | None:
-    """Return the user's hooks that are in force, apart from those that were entered here and those of a checkpoint."""
+    """Return the user's hooks in force, without those that were entered here and those of a checkpoint."""
     hooks = innermost_hooks()
     if hooks is None:
         return None
@@ -71,7 +72,7 @@ def users_hooks() -> Hooks | None:
 
 
 def is_of_checkpoint(hooks: Hooks) -> bool:
-    """Whether ``hooks`` are those of a ``torch.utils.checkpoint`` with ``use_reentrant=False``."""
+    """Whether ``hooks`` belong to a ``torch.utils.checkpoint`` with ``use_reentrant=False``."""
     return getattr(hooks.pack, "__module__", None) == "torch.utils.checkpoint"
 
 
@@ -79,8 +80,8 @@ class HooksContext(AbstractContextManager[None]):
     """A context in which autograd calls ``hooks``, behind the user's. Without effect where hooks are off.
 
     Args:
-        hooks: are called with the tensors that the user's hooks return. What is no tensor stays as it is.
-        has_around: they call the hooks around them by themselves.
+        hooks: get the tensors that the user's hooks return. Other results stay as they are.
+        has_around: ``hooks`` call the hooks around them by themselves.
     """
 
     def __init__(self, hooks: Hooks, *, has_around: bool = False) -> None:
@@ -116,7 +117,7 @@ class HooksContext(AbstractContextManager[None]):
 
 @dataclass(frozen=True, slots=True)
 class _Theirs:
-    """The result of the user's ``pack``, where it is no tensor."""
+    """A result of the user's ``pack`` that is no tensor."""
 
     packed: Any
 
@@ -133,7 +134,6 @@ def _behind(around: Hooks, hooks: Hooks) -> Hooks:
 
 
 def _is_refused_by_torch(trace: TracebackType) -> bool:
-    """Whether the error comes from ``disable_saved_tensors_hooks``, which raises it if there are hooks."""
     while trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_code is disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr-defined]

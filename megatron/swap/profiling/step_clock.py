@@ -30,10 +30,10 @@ class StepClock:
             self._began = self._device.mark()
 
     def end(self, wait: bool) -> float | None:
-        """End a step, and return a duration in milliseconds; ``None``: it is not known yet.
+        """End a step, and return a duration in ms, or None while it is not known.
 
         Args:
-            wait: wait for the device and return the duration of this step. Otherwise return that of the step before.
+            wait: wait for the device and return this step's duration, not that of the step before.
         """
         last, self._last = self._last, None
         if self._began is not None:
@@ -48,5 +48,5 @@ class StepClock:
         return last.ended.elapsed_ms_since(last.began)
 
     def forget(self) -> None:
-        """Drop the time of the last step: it does not stand for the next ones."""
+        """Drop the time of the last step, which says nothing of the next ones."""
         self._last = None

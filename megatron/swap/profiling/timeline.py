@@ -20,60 +20,45 @@ from megatron.swap.profiling.recording import (
 )
 
 EXCLUDED_WORK = frozenset({TRIAL, BRING_BACK, EVALUATION})
-"""Work whose memory does not count: trials occur only while recording, reloaded storages count when they arrive, and
-evaluations belong to no step."""
+"""Work whose memory does not count.
+
+Trials occur only while recording, reloaded storages count when they arrive, evaluations belong to no step.
+"""
 
 Moment = tuple[What, str]
-"""A moment of a backward: its begin or end, or the first use or the free of a site. The end lasts until the next layer
-begins; meanwhile the embedding's backward runs."""
+"""A moment of a backward: its begin or end, or the first use or the free of a site."""
 
 
 LEFT_BYTES = 16 * MIB
-"""Least memory freed between two steps that counts. Less may be the last batch, in whose place the next one comes."""
-FIRST_OF_STEP = frozenset({What.CHUNK_BEGIN, What.FORWARD_BEGIN})
-"""Events of which one begins a step's first forward."""
+"""Least memory freed between two steps that counts. Less may be the last batch, which the next replaces."""
+FIRST_OF_STEP = frozenset({What.CHUNK_BEGIN, What.FORWARD_BEGIN})  # events of which one begins a step's first forward
 
 
 @dataclass(eq=False)
 class LayerPass:
-    """The forward and backward of one layer over one micro-batch. Times in ms, memory in bytes.
-
-    Attributes:
-        sites: saved storages, by site.
-        unsaved_inputs: what a layer that is recomputed whole saves in addition; ``None``: nothing.
-        saved_at: time of each save since the begin of forward, by site.
-        freed_at: time when forward itself frees what was saved.
-        beside_bytes: peak since the save before, besides saved memory and the storage itself, by site.
-        end_bytes: peak of forward behind its last save, besides saved memory.
-        moments: time of each moment since the begin of backward, in order.
-        temporaries: from each moment to the next, the peak in use besides static memory and saved storages.
-        forward_peak_bytes: peak of forward above the sum of all its saved storages.
-        host_ms: the host's time in forward.
-        non_layer_bytes: bytes saved outside the layers before its forward. ``temporaries`` and the peak have them too.
-        intermediate_bytes: peak of the unsaved intermediates of recomputations.
-        made_bytes: gradients of weights that the layer's backwards of the step make and leave, in the first of them.
-        has_trials: recomputations were tried in its forward. The host waited for the device, so its time is not usual.
-        like: layers that were recorded in place of this one, which ran in a checkpoint; none: this one was.
-    """
+    """The forward and backward of one layer over one micro-batch. Times in ms, memory in bytes."""
 
     pass_key: PassKey
-    sites: dict[str, SavedStorage] = field(default_factory=dict)
-    unsaved_inputs: SavedStorage | None = None
-    saved_at: dict[str, float] = field(default_factory=dict)
-    freed_at: dict[str, float] = field(default_factory=dict)
+    sites: dict[str, SavedStorage] = field(default_factory=dict)  # saved storages, by site
+    unsaved_inputs: SavedStorage | None = None  # inputs that only a layer recomputed whole would save
+    saved_at: dict[str, float] = field(default_factory=dict)  # time of each save since the begin of forward, by site
+    freed_at: dict[str, float] = field(default_factory=dict)  # time when forward itself frees what was saved
+    # peak since the save before, besides saved memory and the storage itself, by site
     beside_bytes: dict[str, int] = field(default_factory=dict)
-    end_bytes: int = 0
-    forward_peak_bytes: int = 0
+    end_bytes: int = 0  # peak of forward behind its last save, besides saved memory
+    forward_peak_bytes: int = 0  # peak of forward above the sum of all its saved storages
+    # time of each moment since the begin of backward, in order
     moments: dict[Moment, float] = field(default_factory=dict)
+    # from each moment to the next, the peak besides static and saved memory
     temporaries: dict[Moment, int] = field(default_factory=dict)
     forward_ms: float | None = None
     backward_ms: float | None = None
-    host_ms: float = 0.0
-    non_layer_bytes: int = 0
-    intermediate_bytes: int = 0
-    made_bytes: int = 0
-    has_trials: bool = False
-    like: tuple[int, ...] = ()
+    host_ms: float = 0.0  # the host's time in forward
+    non_layer_bytes: int = 0  # saved outside the layers before its forward; part of ``temporaries`` and the peak
+    intermediate_bytes: int = 0  # peak of the unsaved intermediates of recomputations
+    made_bytes: int = 0  # weight gradients that the layer's first backward of a step makes and leaves
+    has_trials: bool = False  # recomputations were tried in forward, so that the host waited for the device
+    like: tuple[int, ...] = ()  # layers that were recorded in its place; none: this layer was recorded
 
     @property
     def is_whole(self) -> bool:
@@ -82,51 +67,40 @@ class LayerPass:
 
 @dataclass
 class NonLayerStep:
-    """The part of a step outside layers. Lists have a number for each micro-batch.
-
-    Attributes:
-        forward_ms: forward of each chunk, without its layers.
-        kept_bytes: memory held outside layers at the begin and at the end of each chunk's forward.
-        loss_ms: time from the end of a chunk's forward to its own backward.
-        loss_peak_bytes: peak between a chunk's last layer and its own backward, besides static and saved memory.
-        between_ms: time from the end of a backward to the next forward.
-        after_ms: time from the last backward to the end of the step.
-        step_ms: time of the whole step.
-        has_trials: as ``LayerPass.has_trials``.
-    """
+    """The part of a step outside layers. Lists have a number for each micro-batch."""
 
     forward_ms: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Forward of each chunk, without its layers."""
     kept_bytes: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    loss_ms: list[float] = field(default_factory=list)
+    """Memory held outside layers at the begin and at the end of each chunk's forward."""
+    loss_ms: list[float] = field(default_factory=list)  # time from the end of a chunk's forward to its own backward
     loss_peak_bytes: list[int] = field(default_factory=list)
-    between_ms: list[float] = field(default_factory=list)
-    after_ms: float = 0.0
-    step_ms: float = 0.0
-    has_trials: bool = False
+    """Peak between a chunk's last layer and its own backward, besides static and saved memory."""
+    between_ms: list[float] = field(default_factory=list)  # time from the end of a backward to the next forward
+    after_ms: float = 0.0  # time from the last backward to the end of the step
+    step_ms: float = 0.0  # time of the whole step
+    has_trials: bool = False  # as ``LayerPass.has_trials``
 
 
 class Timeline:
     """Layer passes and steps of a recording.
 
     Attributes:
-        static_bytes: memory allocated when a step begins; of several steps the most. What is freed before the step's
-            first forward does not count: gradients that the optimizer has copied in single precision.
+        first forward does not count: gradients that the optimizer has copied in single precision.
         between_bytes: peak between the last event of a step and the next step's first forward, besides static memory.
         most_bytes: peak of the steps, besides static memory.
-        peak_bytes: peak of allocated memory.
-        passes: layer passes in the order of their forwards.
-        steps: the parts of the steps outside layers.
-        costs: times of recomputations in ms, without waits and nested work, by layer and site.
     """
 
     def __init__(self, recording: Recording) -> None:
         events = recording.events
+        # memory allocated when a step begins; of several steps the most. What is freed before the step's
         self.static_bytes = _static_bytes(events)
         self.between_bytes = self.most_bytes = 0
-        self.peak_bytes = max(event.peak_bytes for event in events[1:])
-        self.passes: list[LayerPass] = []
-        self.steps: list[NonLayerStep] = []
+        self.peak_bytes = max(event.peak_bytes for event in events[1:])  # peak of allocated memory
+        self.passes: list[LayerPass] = []  # layer passes in the order of their forwards
+        self.steps: list[NonLayerStep] = []  # the parts of the steps outside layers
         self._non_layer = NonLayerStep()
+        # times of recomputations in ms, without waits and nested work, by layer and site
         self.costs: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         self._pass_of: dict[PassKey, LayerPass] = {}
         self._open_work: list[tuple[Event, list[float]]] = []
@@ -304,9 +278,10 @@ class Timeline:
         self._pass_of.clear()
 
     def _leave_backward(self) -> None:
-        """Something else begins. A backward without an end, because the layer's input needs no gradient, is over."""
+        """End a backward that something else follows."""
         one, self._backward, self._backward_end_ms = self._backward, None, None
         if one is not None and one.backward_ms is None:
+            # The layer's input needs no gradient, so the backward has no end of its own.
             one.backward_ms = max(one.moments.values(), default=0.0)
 
     def _end_forward(self, now_ms: float, host_at_ms: float) -> None:
@@ -338,7 +313,7 @@ class Timeline:
             self._enter(one, (What.BACKWARD_BEGIN, ""), now_ms)
 
     def _note_made(self, event: Event) -> None:
-        """Count the gradients that were made since the last call for the layer whose backward ran."""
+        """Count the gradients made since the last call for the layer whose backward ran."""
         more_bytes, self._made_bytes = event.num_bytes - self._made_bytes, event.num_bytes
         if self._maker is not None and more_bytes > 0:
             self._maker.made_bytes += more_bytes
@@ -363,7 +338,7 @@ class Timeline:
 
 
 def _static_bytes(events: Sequence[Event]) -> int:
-    """Return the memory allocated when a step begins, without what is freed before its first forward; at most."""
+    """Return the most memory allocated when a step begins."""
     most_bytes = begun_bytes = freed_bytes = 0
     is_between = False
     for event in events:

@@ -29,14 +29,10 @@ class Seen:
 
 
 class SiteLog:
-    """Logs saved tensors by site. A storage counts only at the site that saves it first while it lives.
-
-    Attributes:
-        sites: what was seen at each site, in the order of first use.
-    """
+    """Logs saved tensors by site. A storage counts only at the site that saves it first while it lives."""
 
     def __init__(self) -> None:
-        self.sites: dict[Site, Seen] = {}
+        self.sites: dict[Site, Seen] = {}  # what was seen at each site, in the order of first use
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def note(self, site: Site, storage: torch.UntypedStorage, decision: Decision) -> None:

@@ -62,17 +62,13 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class CountedStep:
-    """A step in which the bytes that autograd holds were counted: most bytes at once.
-
-    Attributes:
-        held_bytes: held by autograd.
-        saved_bytes: saved by autograd: held if nothing were offloaded or recomputed site by site. Tensors that a layer
-            saves when it runs again do not count, in neither figure.
-    """
+    """A step in which the bytes that autograd holds were counted: most bytes at once."""
 
     iteration: int
-    held_bytes: int
+    held_bytes: int  # held by autograd
     saved_bytes: int
+    """Saved by autograd: held if nothing were offloaded or recomputed site by site. Tensors that a layer saves when it
+    runs again do not count, in neither figure."""
 
 
 @dataclass
