@@ -7,20 +7,24 @@ from collections.abc import Callable
 from megatron.swap.autotune.workload import DRIFT, Step, Workload
 
 MAX_RECORDED_STEPS = 16
-"""Most steps that are recorded while none is as large as the step for which recording began, since lengths may change
-in every step. Rarer large steps get no plan of their own: the current plan runs, and swaps what it would keep."""
+"""Most steps that are recorded while none is as large as the step for which recording began.
+
+Lengths may change in every step. Rarer large steps get no plan of their own: under the current plan they swap what it
+would keep.
+"""
 PATIENCE_SMALLER = 3
-"""Steps in a row that save less before the plan is changed: the plan for more still fits, and lengths may alternate.
-Doubled each time that a change measures a new workload, or that larger steps come back soon."""
+"""Steps in a row that save less before the plan is changed. Doubled when a change measures a new workload, or when
+larger steps come back soon.
+"""
 OTHER_TENSORS = 4
-"""Multiple of that patience for steps that save as much in other tensors: the plan fits them too, if only the number of
-packed documents has changed, which chance decides in each step."""
-SOON = 4
-"""Larger steps count as back soon within this multiple of the patience, in steps."""
+"""Multiple of that patience for steps that save as much in other tensors.
+
+The plan fits them too if only the number of packed documents has changed, which chance decides in each step.
+"""
+SOON = 4  # multiple of the patience, in steps, within which larger steps count as back soon
 PATIENCE_RARE = 1
-"""Rare larger steps, close to each other, before they get a plan. Doubled each time that recording saw none."""
-PATIENCE_SLOWER = 20
-"""Slow steps in a row before the workload is measured again. Doubled each time."""
+"""Rare larger steps, close to each other, before they get a plan. Doubled when recording saw none."""
+PATIENCE_SLOWER = 20  # slow steps in a row before the workload is measured again; doubled each time
 
 
 class ChangeDetector:
@@ -36,11 +40,11 @@ class ChangeDetector:
         self._patience_rare = PATIENCE_RARE
 
     def reset(self) -> None:
-        """A plan was chosen: count steps in a row anew."""
+        """Count steps in a row anew, because a plan was chosen."""
         self._num_smaller = self._num_slower = 0
 
     def has_changed(self, step: Step, planned: Workload, is_known: Callable[[Step], bool]) -> bool:
-        """Whether the plan should change: at once if more is saved, with patience if less is, or as much otherwise.
+        """Whether the plan should change: at once if more is saved, with patience otherwise.
 
         Args:
             planned: workload of the running plan.
@@ -51,6 +55,7 @@ class ChangeDetector:
             return False
         if not planned.covers(step):
             return not self._is_rare(step, planned, is_known)
+        # The plan for more still fits, and lengths may alternate.
         self._num_smaller += 1
         return self._num_smaller >= self._patience_smaller * (1 if planned.has_sites_of(step) else OTHER_TENSORS)
 
@@ -64,7 +69,7 @@ class ChangeDetector:
         return self._num_rare < self._patience_rare
 
     def is_slower(self, step: Step, planned: Workload) -> bool:
-        """Whether steps have been slower than ``planned.best_ms`` for so long that the workload is measured again."""
+        """Whether steps have long been slower than ``planned.best_ms``, so that the workload is measured again."""
         is_slow = step.ms is not None and planned.best_ms is not None and step.ms > (1 + DRIFT) * planned.best_ms
         self._num_slower = self._num_slower + 1 if is_slow else 0
         if self._num_slower < self._patience_slower:
@@ -88,6 +93,6 @@ class ChangeDetector:
             self._smaller_at = None
 
     def missed_large_steps(self, saved_mib: float) -> None:
-        """Note that recording saw no step that saves ``saved_mib``, for which it had begun: such steps are rare."""
+        """Note that recording saw no step that saves ``saved_mib``, for which it had begun."""
         self._rare_mib, self._num_rare = max(self._rare_mib, saved_mib), 0
         self._patience_rare *= 2

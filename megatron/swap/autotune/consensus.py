@@ -1,9 +1,7 @@
 """Agreement of all ranks between steps: a few numbers each step, profiles and plans now and then.
 
-The process group runs on the CPU (gloo), so that no rank waits for its device. One rank alone communicates nothing.
-
-An error on one rank ends all of them. What a rank computes between two collectives is passed as a function, so that
-the rank takes part in the next collective even if the function fails, and tells the others why.
+The process group runs on the CPU (gloo), so that no rank waits for its device. An error on one rank ends all of them:
+the failed rank still takes part in the collective, and tells the others why.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ UNKNOWN_MS = float("inf")
 
 
 class RankError(SwapError):
-    """Error: another rank failed while all ranks agreed. The message quotes that rank's error."""
+    """Another rank failed while all ranks agreed. The message quotes that rank's error."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Ranks:
     """All ranks of the run. Every rank creates one at the same point, and calls the same methods in the same order.
 
     Args:
-        timeout_minutes: how long a rank waits for the others; ``None``: as long as torch does by default.
+        timeout_minutes: how long a rank waits for the others; None: as long as torch does by default.
     """
 
     def __init__(self, timeout_minutes: float | None = None) -> None:
@@ -53,9 +51,6 @@ class Ranks:
         """Return the measured step with the largest value of all ranks for each measurement.
 
         A time that one rank does not know stays unknown.
-
-        Args:
-            measure: returns the step of this rank.
 
         Raises:
             Exception: ``measure`` failed on this rank.
@@ -74,6 +69,7 @@ class Ranks:
         most = torch.tensor([*figures, failure is not None], dtype=torch.float64)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
         ms, peak_gib, num_tensors, saved_mib, num_micro_batches, full_gib, has_failed = most.tolist()
+        # A second collective carries the error, which is no number.
         if has_failed:
             self.gather(lambda: _result_or_raise(failure))
         return replace(
@@ -87,7 +83,7 @@ class Ranks:
         )
 
     def gather[T](self, compute: Callable[[], T]) -> list[T]:
-        """Return what ``compute`` returns on every rank, in the order of ranks.
+        """Return the results of ``compute`` on every rank, in the order of ranks.
 
         Raises:
             Exception: ``compute`` failed on this rank.
@@ -111,7 +107,7 @@ class Ranks:
         return items
 
     def all_or_none[T](self, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` returns on this rank, once it has succeeded on every rank. Raises as ``gather``."""
+        """Return the result of ``compute`` on this rank, once it has succeeded on every rank. Raises as ``gather``."""
         if self.num_ranks == 1:
             return compute()
         found: list[T] = []

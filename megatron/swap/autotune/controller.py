@@ -1,7 +1,6 @@
 """Carries out decisions of the state machine: measures steps, makes profiles and plans, applies plans, saves files.
 
-Everything happens between two steps, on all ranks at once, and every step trains. One plan covers the whole model. Each
-pipeline stage plans its own layers. Of the ranks that hold the same layers, the one that saves most makes the plan.
+Everything happens between two steps, on all ranks at once, and every step trains. One plan covers the whole model.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, SwapError, UsageError, format_bytes
 from megatron.swap.planner.simulate import with_measured_step
 
-FULL_BYTES = GIB // 2
-"""Assumed excess of a step in which the device was full, since the true excess is not known."""
+FULL_BYTES = GIB // 2  # assumed excess of a step in which the device was full: the true excess is not known
 
 
 class AutoPlan:
@@ -33,7 +31,7 @@ class AutoPlan:
 
     Args:
         target: model, device and budget.
-        parts: what is measured and switched. The model is built, and its layers have their boundaries.
+        parts: the measured and switched parts. The model is built, and its layers have their boundaries.
         output: takes lines for users.
     """
 
@@ -70,7 +68,7 @@ class AutoPlan:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the next step; ``None``: there is none yet, or everything is kept."""
+        """The plan of the next step; None if there is none yet, or everything is kept."""
         return self._machine.plan
 
     @property
@@ -84,7 +82,7 @@ class AutoPlan:
         return self._machine.stage is Stage.STABLE and not self.has_switched
 
     def tier_is_full(self, error: SwapError) -> None:
-        """Report once that storages are kept because the tier is full: while steps are measured, or as they grow."""
+        """Report once that storages are kept because the tier is full."""
         self._report_once("tier", f"no room outside the device for some saved tensors: they are kept for now ({error})")
 
     def close(self) -> None:
@@ -95,7 +93,7 @@ class AutoPlan:
     # ------------------------------------------------------------ between steps
 
     def gather[T](self, compute: Callable[[], T]) -> list[T]:
-        """Return what ``compute`` returns on every rank. Call it on all ranks, between two steps."""
+        """Return the results of ``compute`` on every rank. Call it on all ranks, between two steps."""
         return self._ranks.gather(compute)
 
     def step_ended(
@@ -106,9 +104,8 @@ class AutoPlan:
         Args:
             number: iteration.
             short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
-            num_retries: allocations for which the allocator released its whole cache. It has to reserve that memory
-                again, which makes steps slow. So retries count as a shortage of memory, too.
-            has_new_numbers: the layers have other numbers from the next step on, so what was measured is void.
+            num_retries: allocations for which the allocator released its whole cache.
+            has_new_numbers: the layers have other numbers from the next step on, so all measurements are void.
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
@@ -125,6 +122,7 @@ class AutoPlan:
         footprint = self._profiler.complete(self._parts.footprint.take(), self._machine.planned)
         full_gib = 0.0
         if num_retries > 0 and not short_bytes and not self.is_measuring:
+            # The allocator has to reserve the released memory again, which makes steps slow.
             full_gib = FULL_BYTES / GIB
             self._report_once(
                 "device",
@@ -135,7 +133,6 @@ class AutoPlan:
         return self._meter.end_step(number, footprint, is_waited_for, full_gib, short_bytes)
 
     def _carry_out(self, transition: Transition, number: int) -> None:
-        """Carry out ``transition`` before step ``number``."""
         for line in transition.lines:
             self._output.all_ranks(line)
         if transition.measurement is Measurement.FINISH_RECORDING:
@@ -161,7 +158,7 @@ class AutoPlan:
             self._save()
 
     def _apply_plan(self, plan: Plan | None) -> None:
-        """Let the next step follow ``plan``, and release what the allocator has cached for the last one."""
+        """Let the next step follow ``plan``."""
         parts, settings = self._parts, self._target.settings
         self.has_switched = True
         self._target.policy.apply_plan(plan)
@@ -194,7 +191,7 @@ class AutoPlan:
             self._output.all_ranks(f"no out-of-memory guard while the first steps are measured: {error}")
 
     def _report_once(self, what: str, line: str) -> None:
-        """Print ``line`` once for each plan. Only ranks that call this print it."""
+        """Print ``line`` once for each plan, on this rank alone."""
         if self._reported.get(what, False) is not self._machine.plan:
             self._reported[what] = self._machine.plan
             self._output.this_rank([line])
@@ -202,7 +199,7 @@ class AutoPlan:
     # ------------------------------------------------------------------ results
 
     def finish(self) -> None:
-        """End of training: if no plan was chosen, say so, and save a plan that is being tried."""
+        """Report, if training ended before a plan was chosen, and save a plan that is being tried."""
         machine = self._machine
         if machine.has_been_stable:
             return
@@ -216,7 +213,7 @@ class AutoPlan:
         self._output.all_ranks(line)
 
     def _save(self) -> None:
-        """Write plan and profile as soon as a plan is chosen: the plan once, the profile of each stage once."""
+        """Write the plan, and the profile of each stage, as soon as a plan is chosen."""
         if (workload := self._machine.planned) is not None:
             profile, plan = self._profiler.measured(workload).profile, self._machine.best_plan
             is_alike = profile.num_micro_batches == self._meter.num_micro_batches  # workloads count up to a limit
@@ -228,7 +225,7 @@ class AutoPlan:
             self._files.save(plan, profile, self._planner.leaders)
 
     def summary(self) -> dict[str, Any]:
-        """Return what the JSON summary has under ``planning``."""
+        """Return the part of the JSON summary under ``planning``."""
         machine, plan = self._machine, self._machine.plan
         predicted = None if plan is None else plan.predicted
         ends = [entry.first_step - 1 for entry in machine.history[1:]]

@@ -15,8 +15,6 @@ class PipelinePlanner:
     """Solves for plans on all ranks together.
 
     Args:
-        ranks: all ranks of the run.
-        pipeline_rank: this rank's stage.
         max_candidates: most plans that are returned.
     """
 
@@ -27,7 +25,7 @@ class PipelinePlanner:
         self.leaders: dict[int, int] = {}  # stage → the rank that solves for it; empty before the first plans
 
     def whole_layers(self, profile: Callable[[], Profile], budget_gib: float) -> Plan | None:
-        """Return this rank's plan that recomputes every layer whole; ``None`` if such plans do not fit on all ranks.
+        """Return this rank's plan that recomputes every layer whole, or None if such plans do not fit on all ranks.
 
         Args:
             profile: returns the profile of this rank.
@@ -44,10 +42,10 @@ class PipelinePlanner:
         """Return the best plans of the whole model, the same on all ranks.
 
         Args:
-            profile: returns the profile of this rank. In each stage, the rank that saves most solves.
+            profile: returns the profile of this rank. In each stage the rank that saves most solves.
             budget_gib: budget of each device.
-            reserve_gib: memory to leave free, as in ``solve``; ``None``: as much as the profile says. No plans are
-                returned if a stage's profile says no more.
+            reserve_gib: memory to leave free, as in ``solve``; None: as much as the profile says. There are no plans if
+                a stage's profile says no more.
 
         Raises:
             Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.

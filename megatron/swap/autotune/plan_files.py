@@ -17,7 +17,7 @@ class PlanFiles:
         settings: paths of the files.
         rank: this rank of the run; rank 0 writes the plan.
         stage: this rank's stage of the pipeline.
-        say: takes a line for the user about a file that cannot be written: training goes on without it.
+        say: takes a line about a file that cannot be written.
     """
 
     def __init__(self, settings: Settings, rank: int, stage: int, say: Callable[[str], None]) -> None:
@@ -31,11 +31,9 @@ class PlanFiles:
         return [flag for flag, path in paths.items() if path is not None]
 
     def save(self, plan: Plan | None, profile: Profile, leaders: dict[int, int]) -> None:
-        """Write what was asked for.
+        """Write ``plan``, which is for the whole model, and ``profile``, of this rank's stage.
 
         Args:
-            plan: for the whole model.
-            profile: of this rank's stage.
             leaders: the rank of each stage that writes its profile.
         """
         if self._plan_path is not None and plan is not None and self._rank == 0:

@@ -9,8 +9,7 @@ from math import inf
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, format_bytes
 
-NOISE = 0.03
-"""The time of one step varies by this fraction where the GPU waits for the host now and then."""
+NOISE = 0.03  # fraction by which a step's time varies where the GPU waits for the host now and then
 
 
 @dataclass(frozen=True)
@@ -29,19 +28,16 @@ class CandidateSearch:
     Args:
         plans: candidates, the best prediction first; at least one.
         too_high_gib: lowest predicted peak that proved too high in earlier searches.
-
-    Attributes:
-        plan: the candidate that runs now.
     """
 
     def __init__(self, plans: Sequence[Plan], too_high_gib: float = inf) -> None:
+        # ``plan``: the candidate that runs now.
         self.plan, *self._waiting = plans
         self._too_high_gib = too_high_gib
         self._trials: list[Trial] = []
 
     @property
     def is_over(self) -> bool:
-        """Whether every candidate was tried."""
         return not self._waiting
 
     def add(self, trial: Trial) -> None:
@@ -65,30 +61,26 @@ class CandidateSearch:
         return any(what(trial.plan) == what(plan) for trial in self._trials)
 
     def wider_gib(self, predicted_gib: float, free_gib: float) -> float:
-        """Return a predicted peak above ``predicted_gib``, with which a plan left ``free_gib`` of the budget free.
-
-        It is halfway to where the budget would be used up, or to the lowest prediction that proved too high.
-        """
+        """Return a predicted peak above ``predicted_gib``, with which a plan left ``free_gib`` of the budget free."""
         too_high = [
             trial.plan.predicted.peak_gib for trial in self._trials
             if trial.over_gib > 0 and trial.plan.predicted is not None
         ]  # fmt: skip
+        # Halfway to the end of the budget, or to the lowest prediction that proved too high.
         above = (one for one in (*too_high, self._too_high_gib) if one > predicted_gib)
         return (predicted_gib + min([predicted_gib + free_gib, *above])) / 2
 
     def restart(self) -> None:
-        """Forget all results, because steps take another time now; candidates that were tried are tried again."""
+        """Forget all results, because steps take another time now, and try all candidates again."""
         self._waiting += [trial.plan for trial in self._trials]
         self._trials = []
 
     def fastest(self) -> Trial | None:
-        """Return the fastest candidate within the budget; ``None`` if each exceeded the budget.
-
-        Of those whose times differ by less than one step shows, it is the one that is predicted to be the fastest.
-        """
+        """Return the fastest candidate within the budget, or None if each exceeded the budget."""
         fitting = [trial for trial in self._trials if trial.over_gib <= 0]
         least_ms = min((trial.ms for trial in fitting), default=0.0)
         alike = [trial for trial in fitting if trial.ms <= (1 + NOISE) * least_ms]
+        # Where times differ by less than noise, the prediction decides.
         return min(alike, key=_predicted_first, default=None)
 
     def lowest(self) -> Trial:

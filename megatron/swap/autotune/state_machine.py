@@ -1,14 +1,13 @@
 """The stages of a run that plans itself: profile, search, stable, and back when training steps change.
 
-The state machine only decides, between two steps: which plan the next step follows and what is measured of it. Each
-decision is one value, a `Transition`, which the controller carries out. All ranks pass in the same figures
-(`consensus.py` merges them), so all ranks decide the same.
+The state machine only decides, between two steps: which plan the next step follows and what is measured of it. All
+ranks pass in the same figures (``consensus.py`` merges them), so all ranks decide the same.
 
 - *Profile*: one step warms up. Some are recorded under the safe policy, which keeps as little as it can. Then some are
-  timed with layers recomputed whole, if that fits. All of them train like any other step.
-- *Search*: the solver's best plans run one after the other. The fastest that stays within the budget is kept.
-- *Stable*: nothing is recorded. Other sites or sizes, a peak above the budget, or steps that have become slower lead
-  back. A workload that was planned before gets its plan at once.
+timed with layers recomputed whole, if that fits.
+- *Search*: the solver's best plans run one after the other. The fastest within the budget is kept.
+- *Stable*: nothing is recorded. Other sites or sizes, a peak above the budget, or slower steps lead back. A workload
+that was planned before gets its plan at once.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ from megatron.swap.common.plan import Infeasible, Plan
 from megatron.swap.common.types import GIB, format_bytes
 from megatron.swap.planner.solve import MAX_TIGHTENINGS, MAX_WIDENINGS, WIDENED_GAIN
 
-RECORDED_STEPS = 2
-"""Steps whose saved storages are recorded: what is saved, and where in a layer."""
-TIMED_STEPS = 3
-"""Steps that are timed with no recording and no copies beside them. Odd, since the median counts."""
-SETTLING_STEPS = 1
-"""Steps after a switch that are not judged: the engine learns the order and sizes of its copies."""
+RECORDED_STEPS = 2  # steps whose saved storages are recorded
+TIMED_STEPS = 3  # steps timed with no recording and no copies beside them; odd, since the median counts
+SETTLING_STEPS = 1  # steps after a switch in which the engine learns the order and sizes of its copies; not judged
 
 
 PlanMaker = Callable[[Workload, float, float | None], Sequence[Plan]]
 """Returns plans for a workload, the best first, which the cost model puts below the given GiB; raises ``Infeasible``.
-The third argument is the memory to leave free for fragmentation; ``None``: as much as the profile says.
-Called on all ranks alike, the first time for a workload when it has just been recorded and timed."""
+
+The third argument is the memory to leave free for fragments; None: as much as the profile says. Called on all ranks
+alike.
+"""
 
 
 class Stage(Enum):
@@ -63,9 +61,9 @@ class Transition:
     """The decision after a step."""
 
     stage: Stage  # stage of the next step
-    plan: Plan | None = None  # plan of the next step; ``None``: the safe policy, which keeps as little as it can
-    is_new_plan: bool = False  # the plan has to be applied, since the last step ran under another one
-    measurement: Measurement = Measurement.NONE  # what is measured of the next step
+    plan: Plan | None = None  # plan of the next step; None: the safe policy
+    is_new_plan: bool = False  # the last step ran under another plan
+    measurement: Measurement = Measurement.NONE  # of the next step
     is_settled: bool = False  # the search has ended, so that plan and profile can be saved
     lines: tuple[str, ...] = ()  # for people, in order
 
@@ -87,7 +85,7 @@ class SearchLimits:
     budget_gib: float  # most memory that the device may hold
     max_candidates: int  # plans that are tried
     keeps_time: bool = True  # whether the device's times are meaningful, so that slower steps lead to a new plan
-    most_micro_batches: int = sys.maxsize  # steps with this many micro-batches hold as much memory as steps with more
+    most_micro_batches: int = sys.maxsize  # steps with more micro-batches hold no more memory
     settling_steps: int = SETTLING_STEPS  # first steps of a candidate, which are not judged
 
     @property
@@ -104,7 +102,7 @@ class SearchLimits:
 
 @dataclass
 class _Recording:
-    """Stage PROFILE, first part. Recording goes on until a step saves ``until_mib``, which the one before it saved."""
+    """Stage PROFILE, first part, until a step saves ``until_mib``."""
 
     until_mib: float = 0.0
     workload: Workload | None = None
@@ -126,7 +124,7 @@ class _Timing:
 
 @dataclass
 class _Searching:
-    """Stage SEARCH; ``num_steps``: of the candidate that runs."""
+    """Stage SEARCH; ``num_steps`` of the candidate that runs."""
 
     workload: Workload
     search: CandidateSearch
@@ -149,18 +147,10 @@ class _Stable:
 
 
 class StateMachine:
-    """Decides after each step what the next one does.
-
-    Args:
-        limits: budget and size of the search.
-        make_plans: solves for plans.
-
-    Attributes:
-        num_replans: how often a plan was made or taken up after the first one.
-        num_infeasible: workloads for which no plan was found that stays below the budget.
-    """
+    """Decides after each step about the next one. ``make_plans`` solves for plans."""
 
     def __init__(self, limits: SearchLimits, make_plans: PlanMaker) -> None:
+        # Plans that were made or taken up after the first, and workloads for which no plan fits the budget.
         self.num_replans = self.num_infeasible = 0
         self.history: list[StageEntry] = []  # the stages that were entered
         self._limits = limits
@@ -173,12 +163,11 @@ class StateMachine:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the next step."""
         return self._state.stage
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the next step; ``None``: the safe policy."""
+        """The plan of the next step; None: the safe policy."""
         return self._state.plan
 
     @property
@@ -188,12 +177,11 @@ class StateMachine:
 
     @property
     def planned(self) -> Workload | None:
-        """The workload that the plan was made for; ``None`` under the safe policy."""
+        """The workload that the plan was made for; None under the safe policy."""
         return self._state.workload if isinstance(self._state, _Searching | _Stable) else None
 
     @property
     def num_steps_needed(self) -> int:
-        """Most steps until a plan is chosen: ``SearchLimits.num_steps_needed``."""
         return self._limits.num_steps_needed
 
     @property
@@ -205,7 +193,7 @@ class StateMachine:
         """Decide about the next step.
 
         Args:
-            has_new_numbers: the layers have other numbers from the next step on, so what was measured is void.
+            has_new_numbers: the layers have other numbers from the next step on, so all measurements are void.
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
@@ -279,9 +267,6 @@ class StateMachine:
     def _first_plans(self, workload: Workload) -> tuple[Sequence[Plan], tuple[str, ...]]:
         """Return plans for a workload that was just measured, and lines for users.
 
-        If none fits, return the plans that hold least: ending the run would lose what was trained. Of the first
-        workload they are tried if they may fit, since fragmentation was measured under the safe policy.
-
         Raises:
             Infeasible: no plan fits, and this is the first workload.
         """
@@ -289,11 +274,13 @@ class StateMachine:
             return self._make_plans(workload, self._limits.budget_gib, None), ()
         except Infeasible as error:
             if self.num_replans == 0:
+                # Fragments were measured under the safe policy, so plans of the first workload may fit after all.
                 if error.smallest_gib - error.fragments_gib > self._limits.budget_gib:
                     raise
                 self._refusal = error
                 line = f"plans are predicted to hold {error.smallest_gib:.10g} GiB at least, and may hold less: tried"
                 return self._make_plans(workload, error.smallest_gib, None), (line,)
+            # The end of the run would lose the training so far, so plans that hold least are used.
             self.num_infeasible += 1
             workload.num_tightened = MAX_TIGHTENINGS + 1  # no plan holds less than these
             smallest = f"{error.smallest_gib:.10g} GiB"
@@ -336,11 +323,7 @@ class StateMachine:
         return self._settle(step, state.workload, best.plan, best.ms, search.describe(best))
 
     def _widen(self, state: _Searching, best: Trial) -> Transition | None:
-        """Try a plan for the memory that ``best`` left free; ``None``: none is expected to be faster.
-
-        The solver leaves memory free for fragmentation, beside what measured peaks exceeded its predictions by. Trials
-        show how much a plan needs here, and plans differ. So the memory is used by bisection.
-        """
+        """Try a plan for the memory that ``best`` left free, or return None if none is expected to be faster."""
         workload, predicted = state.workload, best.plan.predicted
         free_gib = self._limits.budget_gib - best.peak_gib
         if predicted is None or free_gib <= 0:
@@ -351,6 +334,7 @@ class StateMachine:
             return None
         workload.num_widened += 1
         try:
+            # The solver leaves memory free for fragments. Trials show how much plans need here, so bisection finds it.
             wider_gib = state.search.wider_gib(predicted.peak_gib, free_gib)
             solver_gib = self._limits.budget_gib - workload.spare_gib
             plans = self._make_plans(workload, solver_gib, solver_gib - wider_gib)
@@ -375,12 +359,8 @@ class StateMachine:
         return self._enter(step, _Stable(workload, plan), note, _highest_prediction([plan]), lines)
 
     def _tighten(self, state: _Searching | _Stable, step: Step, lowest: Trial) -> Transition:
-        """Plan again with a smaller budget, since even the lowest measured peak is above the budget.
-
-        The solver's budget shrinks by its error, or by the excess if that is more. If that yields no plan, training
-        goes on under the plan that exceeds the budget least: it runs, and ending it would lose what was trained.
-        But if no plan was predicted to fit the first workload, that error is raised now.
-        """
+        """Plan again with a smaller budget, since even the lowest measured peak is above the budget."""
+        # No plan was predicted to fit the first workload, and none did.
         if self._refusal is not None:
             raise self._refusal
         workload, budget_gib = state.workload, self._limits.budget_gib
@@ -389,6 +369,7 @@ class StateMachine:
         lines: tuple[str, ...] = ()
         workload.num_tightened += 1
         if workload.num_tightened <= MAX_TIGHTENINGS:
+            # The solver's budget shrinks by its error, or by the excess if that is more.
             workload.leave_more(lowest.over_gib, lowest.peak_gib, lowest.plan.predicted)
             spare = format_bytes(workload.spare_gib * GIB)
             lines = (f"the peak was {where}: planned again with {spare} to spare",)
@@ -399,6 +380,7 @@ class StateMachine:
                 workload.num_tightened = MAX_TIGHTENINGS + 1
             else:
                 return self._begin_search(step, workload, plans, lines)
+        # Training goes on under the plan that exceeds the budget least: it runs.
         note = f"no plan was found that does better: the peak stays {where}"
         return self._settle(step, workload, lowest.plan, None, note, lines)
 
@@ -422,7 +404,7 @@ class StateMachine:
         return self._stay()
 
     def _change_plan(self, state: _Searching | _Stable, step: Step) -> Transition:
-        """Another workload trains: take up its plan if there is one, otherwise measure it."""
+        """Take up the plan of the workload that trains now, or measure that workload."""
         before, self._refusal = state.workload, None
         self.num_replans += 1
         what = f"micro-batches save {step.saved_mib:,.1f} MiB each, not {before.saved_mib:,.1f}"
@@ -458,7 +440,6 @@ class StateMachine:
         predicted_peak_gib: float | None = None,
         lines: tuple[str, ...] = (),
     ) -> Transition:
-        """Go to ``state`` after ``step`` and say so."""
         first_step = step.number + 1
         self.history.append(StageEntry(first_step, state.stage, note, predicted_peak_gib))
         line = f"{state.stage.value} from step {first_step}: {note}"

@@ -34,16 +34,12 @@ class StepMeter:
         self.num_micro_batches = 0
 
     def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Measure the forwards of a model chunk; call it for each chunk. Returns a function that ends that."""
+        """Measure the forwards of a model chunk; call it for each chunk. Return a function that ends that."""
         # Before all other hooks: memory from between the steps must be released when the step is timed or recorded.
         return chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove
 
     def expect(self, workload: Workload | None, footprint: Footprint | None) -> None:
-        """Call ``exceeded`` from now on when a step saves more than ``workload``; ``None``: never.
-
-        Args:
-            footprint: what the layers of the workload save.
-        """
+        """Call ``exceeded`` when a step saves more than ``workload``, whose layers save ``footprint``; None: never."""
         self._expected_micro_batches = None if workload is None else workload.num_micro_batches
         self._parts.footprint.expect(footprint, 1 + DRIFT, self._exceeded)
         self._clock.forget()
@@ -53,8 +49,8 @@ class StepMeter:
 
         Args:
             number: iteration.
-            footprint: what the step saved.
-            wait: wait for the device, so that the time is that of this step. Otherwise it is that of the step before.
+            footprint: tensors that the step saved.
+            wait: wait for the device, for the time of this step instead of the step before.
             full_gib: as in ``Step``.
             short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
         """
@@ -66,7 +62,7 @@ class StepMeter:
         return Step(number, ms, peak_gib, footprint.num_tensors, saved_mib, self.num_micro_batches, full_gib)
 
     def leave_step(self) -> None:
-        """Note what the device has reserved, once all work between two steps is done."""
+        """Note the memory that the device has reserved, once all work between two steps is done."""
         self._reserved_bytes = self._parts.device.reserved_bytes() or 0
         self._is_between_steps = True
 
@@ -86,7 +82,7 @@ class StepMeter:
             self._exceeded()  # a pipeline may hold more micro-batches at once
 
     def _begin_step(self) -> None:
-        """Forget what an evaluation, a checkpoint or building the model held and reserved beyond training steps."""
+        """Forget memory that an evaluation, a checkpoint or building the model held beyond training steps."""
         device = self._parts.device
         if self._reserved_bytes is None:
             self._check_room(device.allocated_bytes() or 0)
@@ -98,11 +94,10 @@ class StepMeter:
     def _check_room(self, held_bytes: int) -> None:
         """Check before the first step that the model leaves room.
 
-        The optimizer exists by then, and as much of its state is offloaded as may be. Nothing is saved for backward.
-
         Raises:
             UsageError: this rank's device holds more than the budget.
         """
+        # The optimizer exists, with as much state offloaded as may be, and nothing is saved for backward yet.
         budget_gib = self._target.budget_gib
         if held_bytes > budget_gib * GIB:
             is_planned = self._target.settings.plans_optimizer
@@ -117,7 +112,6 @@ class StepMeter:
             )
 
     def _peak_gib(self) -> float:
-        """Return the step's peak: the memory that the allocator has reserved, since it releases none within a step."""
         reserved_bytes = self._parts.device.reserved_bytes()
         if reserved_bytes is not None:
             return reserved_bytes / GIB

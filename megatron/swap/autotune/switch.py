@@ -10,7 +10,7 @@ from megatron.swap.engine.policy import PlanPolicy, Policy
 
 
 class SafePolicy(Policy):
-    """Keeps as little as it can: recomputes what a single kernel can recompute, and swaps everything else.
+    """Keeps as little as it can: recomputes outputs of single kernels, and swaps everything else.
 
     Args:
         min_bytes: smaller storages are kept.
@@ -51,7 +51,7 @@ class SwitchingPolicy(Policy):
         self.is_short = False
 
     def apply_plan(self, plan: Plan | None) -> None:
-        """Answer by ``plan`` from the next forward on; ``None``: by the safe policy."""
+        """Answer by ``plan`` from the next forward on; None: by the safe policy."""
         self._inner = self._safe if plan is None else PlanPolicy(plan)
         self.min_bytes = self._inner.min_bytes
         self._keeps_all = plan is not None and plan.keeps_all

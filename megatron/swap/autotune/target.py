@@ -21,13 +21,14 @@ from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder
 
 OVERLAP_STEPS = 1
-"""Additional settling steps when optimizer state is offloaded beside layers: buckets are prefetched once the memory of
-the layers is known, and offloaded beside the forward after that."""
+"""Additional settling steps with offloaded optimizer state: buckets are prefetched once the memory of the layers is
+known, and offloaded beside the forward after that.
+"""
 
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """Model, device and budget. Known before the model is built.
+    """Model, device and budget, known before the model is built.
 
     Raises:
         UsageError: the device has less memory than the budget.
@@ -35,21 +36,20 @@ class PlanTarget:
 
     settings: Settings  # budget, limits of the search, files for plan and profile
     describe: Callable[[], Model]
-    """Returns the shape of the whole model. It is called once the first step has run: a model that was built before it
-    was swapped shows only then how long its sequences are."""
+    """Returns the shape of the whole model. A model that was built before shows its sequences' length in the first
+    step.
+    """
     device_gib: float  # memory of the device
     recompute: Collection[str]  # producers whose outputs may be recomputed
     recomputes_layers: bool = True  # whether whole layers may be recomputed
-    timeout_minutes: float | None = None
-    """How long a rank waits for the others when they agree; ``None``: torch's default."""
-    remedy: str = ""  # what to do if the model alone exceeds the budget; empty: what Megatron's flags can do
+    timeout_minutes: float | None = None  # how long a rank waits for the others; None: torch's default
+    remedy: str = ""  # advice if the model alone exceeds the budget; empty: Megatron's flags
 
     def __post_init__(self) -> None:
         self.settings.budget_gib(self.device_gib)
 
     @property
     def model(self) -> Model:
-        """Shape of the whole model."""
         return self.describe()
 
     @property
@@ -59,12 +59,11 @@ class PlanTarget:
 
     @property
     def most_micro_batches(self) -> int:
-        """Steps with this many micro-batches hold as much memory as steps with more."""
+        """Micro-batches of a step beyond which a step holds no more memory."""
         return most_micro_batches(self.model.pipeline_parallel)
 
     @cached_property
     def policy(self) -> SwitchingPolicy:
-        """The policy of the run, which keeps as little as it can until there is a plan."""
         min_bytes = int(self.settings.min_mib * MIB)
         return SwitchingPolicy(SafePolicy(min_bytes, self.recompute), min_bytes)
 
@@ -109,14 +108,11 @@ class RunParts:
     num_micro_batches: Callable[[], int]
     host_bytes: Callable[[], int]
     take_peak: Callable[[], tuple[int, int]]
-    """Returns the most bytes held since the last call, and the bytes held now. Used where the device does not report
-    reserved memory."""
+    """Returns the most bytes held since the last call and now, where the device reports no reserved memory."""
     offloaded_state: Callable[[], OffloadedState | None] = lambda: None
-    """Returns measurements of the optimizer state that may be offloaded; ``None``: the planner does not decide about
-    it."""
-    set_offload_fraction: Callable[[float], None] = lambda _: None
-    """Offloads this fraction of the optimizer state from now on."""
-    guard: OomGuard | None = None  # is on while steps are measured; ``None``: the planner does not switch it
+    """Returns measurements of optimizer state that may be offloaded; None: the planner does not decide that."""
+    set_offload_fraction: Callable[[float], None] = lambda _: None  # from the next step on
+    guard: OomGuard | None = None  # is on while steps are measured; None: the planner does not switch it
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.swap.engine.recomputed_run import RunChecks
 
 
 def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Iterable[nn.Module]) -> bool:
-    """Return whether ``optimizer`` steps parameters of these chunks, or Megatron's main copies of them."""
+    """Whether ``optimizer`` steps parameters of these chunks, or Megatron's main copies of them."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
     mine = (param for chunk in chunks for param in chunk.parameters())
     return any(id(param) in params or id(getattr(param, "main_param", None)) in params for param in mine)
@@ -57,7 +57,7 @@ def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], 
 _watching: weakref.WeakSet[TrainingSteps] = weakref.WeakSet()
 """PyTorch's hook on all optimizers lives as long as the process. It must not hold models that were deleted."""
 _hooks: list[RemovableHandle] = []
-"""The one hook, while anybody watches. No finalizer removes it: PyTorch may be walking its hooks."""
+"""The hook, while anybody watches. No finalizer removes it: PyTorch may be walking its hooks."""
 
 
 def _optimizer_stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -70,9 +70,6 @@ class TrainingSteps:
 
     Args:
         on_end: called with the number of the step that has ended, from 1.
-
-    Attributes:
-        num_forwards: forwards of the present step.
     """
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
@@ -90,7 +87,8 @@ class TrainingSteps:
     def watch_optimizers(self, chunks: Iterable[nn.Module]) -> Callable[[], None]:
         """End each step at the first forward after an optimizer of the chunks' parameters has stepped.
 
-        Several optimizers may step in a step. Returns a function that ends the watching.
+        Returns:
+            A function that ends the watching.
         """
         self._chunks = list(chunks)
         _watching.add(self)
@@ -120,10 +118,8 @@ class TrainingSteps:
         self.num_forwards += 1
 
     def evaluation_begins(self) -> None:
-        """End the step, if its optimizer has stepped: what an evaluation after it takes is not part of it.
-
-        Not with several ranks, since one of them may evaluate while the others wait for it.
-        """
+        """End the step if its optimizer has stepped, so that an evaluation is no part of it."""
+        # One of several ranks may evaluate while the others wait for it, so a collective would hang.
         is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
         if self._was_stepped and not self._is_told and is_alone:
             with torch.inference_mode(False), torch.enable_grad():  # what is allocated now must serve training

@@ -7,26 +7,21 @@ from dataclasses import dataclass
 
 from megatron.swap.common.plan import Predicted
 
-DRIFT = 0.05
-"""Sizes and times that differ by more than this fraction do not match the plan."""
+DRIFT = 0.05  # fraction by which sizes and times may differ from those of the plan
 
 
 @dataclass(frozen=True)
 class Step:
-    """Measurements of a training step, each the worst of all ranks.
+    """Measurements of a training step, each the worst of all ranks."""
 
-    Attributes:
-        num_tensors, saved_mib: tensors that the largest micro-batch saved, and their bytes.
-    """
-
+    # Tensors and bytes are those of the largest micro-batch.
     number: int  # iteration, from 1 on
     ms: float | None  # duration in ms; ``None`` while it is not known
     peak_gib: float  # most memory that the device held during the step
     num_tensors: float
     saved_mib: float
     num_micro_batches: int  # micro-batches of the step
-    full_gib: float = 0.0
-    """Above 0 if the device was full below its budget. The step counts as this much above the budget."""
+    full_gib: float = 0.0  # excess above the budget that counts where the device was full below its budget
 
     def over_gib(self, budget_gib: float) -> float:
         """Return by how much the step exceeded ``budget_gib``; below 0 if it stayed within it."""
@@ -35,12 +30,9 @@ class Step:
 
 @dataclass(eq=False)
 class Workload:
-    """Steps that save alike, so that one plan serves all of them.
+    """Steps that save alike, so that one plan serves all of them."""
 
-    Attributes:
-        fewest_tensors, most_tensors: range of the tensors that recorded steps saved.
-    """
-
+    # Range of the tensors that recorded steps saved.
     fewest_tensors: float
     most_tensors: float
     saved_mib: float  # most that a recorded step saved
@@ -53,7 +45,6 @@ class Workload:
 
     @classmethod
     def of_step(cls, step: Step) -> Workload:
-        """Return the workload of which ``step`` is the first recorded step."""
         return cls(step.num_tensors, step.num_tensors, step.saved_mib, step.num_micro_batches)
 
     def include(self, step: Step) -> None:
@@ -71,20 +62,12 @@ class Workload:
             self.too_high_gib = min(self.too_high_gib, predicted.peak_gib)
 
     def has_sites_of(self, step: Step) -> bool:
-        """Whether ``step`` saves the same tensors, as often.
-
-        The number of tensors may drift, since an expert without a token saves nothing. The number of micro-batches has
-        to be equal, since a pipeline holds more of them at once where there are more.
-        """
+        """Whether ``step`` saves the same tensors, as often."""
         is_as_many = step.num_micro_batches == self.num_micro_batches
         return is_as_many and (1 - DRIFT) * self.fewest_tensors <= step.num_tensors <= (1 + DRIFT) * self.most_tensors
 
     def saves_as_much_as(self, step: Step) -> bool:
-        """Whether ``step`` saves about as many bytes, so that figures of one say something of the other.
-
-        Without fused rotary embeddings, layers save some tensors of each packed document: their number follows the
-        documents, their bytes do not.
-        """
+        """Whether ``step`` saves about as many bytes, so that figures of one say something of the other."""
         is_as_many = step.num_micro_batches == self.num_micro_batches
         return is_as_many and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
 
@@ -93,7 +76,6 @@ class Workload:
         return self.has_sites_of(step) and self.saves_as_much_as(step)
 
     def covers(self, step: Step) -> bool:
-        """Whether the workload's plan keeps ``step`` within the budget as well: no more bytes of the same tensors, or
-        as many of others."""
+        """Whether the workload's plan keeps ``step`` within the budget as well."""
         is_smaller = self.has_sites_of(step) and step.saved_mib <= self.saved_mib
         return is_smaller or self.saves_as_much_as(step)

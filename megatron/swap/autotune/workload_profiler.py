@@ -51,24 +51,24 @@ class WorkloadProfiler:
         self._measured: WeakKeyDictionary[Workload, MeasuredWorkload] = WeakKeyDictionary()
 
     def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Time the forwards of a model chunk in timed steps; call it for each. Returns a function that ends that."""
+        """Time the forwards of a model chunk in timed steps. Return a function that ends that."""
         return self._timer.watch(chunk)
 
     def close(self) -> None:
-        """Training has ended or failed: stop timing."""
+        """Stop timing, because training has ended or failed."""
         self._timer.abandon()
 
     # --------------------------------------------------------------- recording
 
     def record(self, number: int) -> None:
-        """Record step ``number``, the next one, in addition to steps that are recorded already."""
+        """Record the next step, ``number``, in addition to steps that are recorded already."""
         if not self._recorder.is_on:
             self._recorded, self._untimed = Footprint(()), None
             self._parts.device.release_cached()  # drop what trials and first uses have reserved
             self._recorder.start(number)
 
     def stop_recording(self) -> None:
-        """Drop the recording if one is under way."""
+        """Drop a recording that is under way."""
         if self._recorder.is_on:
             self._recorder.abandon()
 
@@ -83,7 +83,7 @@ class WorkloadProfiler:
 
         Args:
             footprint: as it was counted.
-            workload: workload of the step's plan; ``None``: there was no plan.
+            workload: workload of the step's plan; None: there was no plan.
         """
         if workload is not None:
             return footprint.filled_from(self._measured[workload].footprint)
@@ -123,7 +123,7 @@ class WorkloadProfiler:
     # ------------------------------------------------------------------ timing
 
     def time(self, number: int) -> None:
-        """Time step ``number``, the next one."""
+        """Time the next step, ``number``."""
         self._timer.start(number)
 
     def step_ended(self, step: Step) -> None:

@@ -25,8 +25,7 @@ class LossBytes:
     inputs: float  # the final norm's input and output, which are saved
     logits: float  # those that exist at a time
     rows: float  # those of them that exist in single precision at a time, in forward
-    gradients: float
-    """In backward of several chunks: of the final norm's output, and the sum of the weight's if they hold it."""
+    gradients: float  # in backward of several chunks: of the final norm's output, and the weight's sum
 
     @property
     def kept(self) -> float:

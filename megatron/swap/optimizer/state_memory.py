@@ -25,7 +25,7 @@ class StateMemory:
 
     Args:
         arena: host memory.
-        disk: room for tensors that do not fit into ``arena``; ``None``: a full arena is an error.
+        disk: room for tensors that do not fit into ``arena``; None: a full arena is an error.
     """
 
     def __init__(self, arena: HostArena, disk: DiskFile | None = None) -> None:
@@ -34,7 +34,7 @@ class StateMemory:
         self.disk_bytes = 0  # bytes allocated on disk
 
     def tensor(self, param_state: ParamState, name: str, dtype: torch.dtype) -> OffloadedTensor:
-        """Return the offloaded tensor ``name``, allocated at the first call. Raises: as ``allocate``."""
+        """Return the offloaded tensor ``name``, allocated at the first call. Raises as ``allocate``."""
         if name not in param_state.tensors:
             self.allocate([TensorRequest(param_state, name, dtype)])
         return param_state.tensors[name]

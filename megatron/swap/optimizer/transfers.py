@@ -1,10 +1,8 @@
 """Copies of optimizer state between device, host memory and disk, on two copy streams of their own.
 
-Buffers are allocated on the compute stream. The H2D stream waits for compute before it fills a buffer, since the memory
-may have been recycled. Compute waits for the D2H copy before the memory is released. Before a shard is loaded whose
-last offload is in flight, all offloads are released: so the H2D stream waits for that copy too. State on disk passes
-through pinned buffers (`memory.staging`): the host waits for reads before it enqueues their copies, and never
-waits for writes.
+State on disk passes through pinned buffers (`memory.staging`): the host waits for reads before it enqueues their
+copies,
+and never waits for writes.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ class Move(NamedTuple):
 class Bucket:
     """Shards on the device, or with copies in flight to it."""
 
-    tensors: dict[ParamShard, dict[str, torch.Tensor]]
-    """The flat tensors of each shard by name; they are views of ``buffer``."""
+    tensors: dict[ParamShard, dict[str, torch.Tensor]]  # flat tensors of each shard by name, views of ``buffer``
     buffer: torch.Tensor
     event: Event  # passes when all copies have arrived
 
@@ -47,7 +44,7 @@ class PendingBucket:
     """Shards that will be loaded next; their tensors on disk are being read."""
 
     shards: Sequence[ParamShard]
-    read: Fetched | None  # the read from disk; ``None`` if nothing is on disk
+    read: Fetched | None  # None if nothing is on disk
 
     @property
     def is_read(self) -> bool:
@@ -117,6 +114,7 @@ class StateTransfers:
     def load_if_free(self, pending: PendingBucket) -> Bucket | None:
         """Do as ``load``, but return None instead of taking device memory from others."""
         pending = self._make_readable(pending)
+        # Buffers are allocated on the compute stream, which later uses them.
         buffer = self._device.allocate_if_free(_load_bytes(pending.shards))
         return None if buffer is None else self._load_into(buffer, pending)
 
