@@ -1,8 +1,7 @@
 """Checks whether this Python can train with Megatron Swap, and says what to install.
 
-It runs as `megatron-swap doctor` and, through tools/check_environment.py, in an existing environment
-(`MEGATRON_SWAP_PYTHON=python3`) without an installed package. It imports nothing of this package and nothing heavy at
-the top, and parses under older Pythons, so that it can report problems in any environment.
+It runs as `megatron-swap doctor` and, through tools/check_environment.py, without an installed package. So it imports
+nothing of this package, nothing heavy at the top, and parses under older Pythons.
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ EXTRAS = {
     },
     "te": {"transformer_engine": "no TransformerEngine layers; the local implementation is slower"},
 }
-"""Packages of each extra in pyproject.toml, and what does not work without them."""
+"""Packages of each extra in pyproject.toml, and the effect of their absence."""
+# ``VERSIONS`` of ``patches/registry.py``: the patches fit their sources, and tests train with each
 TESTED_MEGATRON_CORE = ("0.18.2", "0.19.0", "0.19.2")
-"""`VERSIONS` of `patches/registry.py`: the patches fit their sources, and tests train with each."""
-BUILT_ONLY_MEGATRON_CORE = ("0.16.1", "0.17.1")
-"""`BUILT_ONLY` of `patches/registry.py`."""
+BUILT_ONLY_MEGATRON_CORE = ("0.16.1", "0.17.1")  # ``BUILT_ONLY`` of ``patches/registry.py``
+# packages of REQUIRED, as pip names them
 DISTRIBUTIONS = ("torch", "numpy", "scipy", f"megatron-core=={TESTED_MEGATRON_CORE[-1]}")
-"""Packages of REQUIRED, as pip names them."""
+# the checkout's root, or a folder without requirements files if the package is installed
 ROOT = Path(__file__).resolve().parents[3]
-"""The checkout's root, or a folder without requirements files if the package is installed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def find_problem(name: str) -> str | None:
-    """Return why module `name` cannot be imported; `None`: it can."""
+    """Return why module `name` cannot be imported, or None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -113,7 +111,8 @@ def report_optional() -> None:
 
 
 def report_native() -> None:
-    """Print a note if training will have no native part: it is asked for, since a built one needs no compiler."""
+    """Print a note if training will have no native part."""
+    # `native.build` is asked, since a part that was built before needs no compiler.
     problem = importlib.import_module("megatron.swap.native.build").problem()
     if problem:
         note(
@@ -156,7 +155,7 @@ def report_problems(problems: dict[str, str], what: str) -> None:
 
 
 def hidden_namespace() -> str | None:
-    """Return the `megatron/__init__.py` that hides other portions of the namespace, if there is one."""
+    """Return the `megatron/__init__.py` that hides other portions of the namespace, or None."""
     spec = importlib.util.find_spec("megatron")
     return spec.origin if spec is not None and spec.origin else None
 

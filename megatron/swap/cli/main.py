@@ -9,7 +9,7 @@ from megatron.swap.common.flags import CommandLine
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command that the arguments name and return its exit status. The command reports errors in one line.
+    """Run the command that the arguments name and return its exit status.
 
     Args:
         arguments: the command line after the program's name; `None`: that of this process.

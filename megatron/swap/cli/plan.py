@@ -15,8 +15,8 @@ run measured (--swap-summary) is printed beside the prediction.
 --swap-memory-gib, --swap-memory-fraction, --swap-optimizer, --swap-host-gib and --swap-disk-dir among the training
 flags limit the plan as they limit training. With --hf a Hugging Face model is planned from its config file: the table
 has the rows nothing, checkpointing and planned, and swap.activations in the loop plans. A profile comes from training
-(--swap-save-profile) or from training flags (--save-profile). Exit status: 0, or 1 if nothing fits or an input
-is wrong.
+(--swap-save-profile) or from training flags (--save-profile). Exit status: 0, or 1 if nothing fits or an input is
+wrong.
 """
 
 from __future__ import annotations
@@ -53,12 +53,9 @@ from megatron.swap.planner.table import (
     plan_table,
 )
 
-WITH_GPU = ("num_gpus", "gpus_per_host", "pipeline_rank", "summary", "flags")
-"""Options that need --gpu."""
-ONLY_HF = ("weights", "optimizer", "loss_chunk_tokens")
-"""Options that need --hf."""
-NOT_WITH_HF = ("num_gpus", "pipeline_rank", "summary", "save", "flags")
-"""Options of Megatron's training."""
+WITH_GPU = ("num_gpus", "gpus_per_host", "pipeline_rank", "summary", "flags")  # options that need --gpu
+ONLY_HF = ("weights", "optimizer", "loss_chunk_tokens")  # options that need --hf
+NOT_WITH_HF = ("num_gpus", "pipeline_rank", "summary", "save", "flags")  # options of Megatron's training
 DISK_NOTE = "The disk's speed is not known: 1.2 GB/s written and 2.2 read are assumed."
 
 
@@ -318,7 +315,7 @@ def _report(
     options: argparse.Namespace, found: Sequence[Option], chosen: Option | None, on: str, tokens: int,
     flags: Sequence[str], planned_by: str = "--swap-memory-gib …",
 ) -> bool:  # fmt: skip
-    """Print what fits ``on`` a GPU and all options, and write files. Return whether something fits."""
+    """Print all options, and which fits ``on`` a GPU, and write files. Return whether something fits."""
     if chosen is not None:
         print(verdict(chosen, found[0], on, flags))
         print(f"\n{prediction_text(chosen, found[0], tokens)}\n")
@@ -351,11 +348,7 @@ def _write(options: argparse.Namespace, chosen: Option, unswapped: Option) -> No
 
 
 def _training_budget_gib(options: argparse.Namespace, training: Training, device_gib: float) -> float:
-    """Return the budget from --memory-gib or from the training flags, else the one that training takes.
-
-    Raises:
-        UsageError: --memory-gib and the training flags say different budgets.
-    """
+    """Return the budget from --memory-gib or from the training flags, else training's default."""
     given, fraction = training.budget_gib, training.budget_fraction
     flag = "" if given is None else f"--swap-memory-gib {given:g}"
     if fraction is not None:
@@ -372,7 +365,7 @@ def _training_budget_gib(options: argparse.Namespace, training: Training, device
 
 
 def _host_limit(options: argparse.Namespace, training: Training, per_host: int) -> tuple[float | None, str]:
-    """Return the smaller limit of a rank's host memory, and the flag that says it; ``None``: neither flag is given."""
+    """Return the smaller limit of a rank's host memory, and the flag that says it; None if neither is given."""
     limits = []
     if options.host_gib is not None:
         limits.append((options.host_gib / per_host, f"--host-gib {options.host_gib:g}"))
@@ -389,7 +382,7 @@ def _wanted(found: Sequence[Option], training: Training, is_saved: bool) -> list
 
 
 def _disk_dir(flags: Sequence[str]) -> str:
-    """Return the folder of --swap-disk-dir among the training flags, or one that every machine has."""
+    """Return the folder of --swap-disk-dir among the training flags, or a folder that every machine has."""
     words = [part for word in flags for part in word.split("=", 1)]
     return words[words.index("--swap-disk-dir") + 1] if "--swap-disk-dir" in words[:-1] else "/tmp"
 

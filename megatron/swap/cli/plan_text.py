@@ -16,12 +16,10 @@ from megatron.swap.forecast.options import Option
 from megatron.swap.forecast.shape import params_of_rank
 from megatron.swap.forecast.stages import Decision
 
-LONG = 32768
-"""Tokens of a sequence from which on context parallelism is advised."""
-SLOW = 1.2
-"""Step time, relative to the unswapped step, from which on shared optimizer state is advised."""
+LONG = 32768  # tokens of a sequence from which on context parallelism is advised
+SLOW = 1.2  # step time over the unswapped step from which on shared optimizer state is advised
 PACKS = ("--dataloader-inter-document-masking", "--sft")
-"""Flags that pack documents: their lengths, which set the time of attention, are not among the flags."""
+"""Flags that pack documents, whose lengths set the time of attention and are not among the flags."""
 HOST_NOTE = "Host memory is taken for unlimited: --host-gib says how much of it a host can pin."
 POSITIONS_NOTE = "Megatron also needs --max-position-embeddings (at least the sequence length)."
 
@@ -34,7 +32,7 @@ def floor(gib: float) -> str:
 def verdict(
     chosen: Option, unswapped: Option, on: str, flags: Sequence[str], num_gpus: int = 1, is_disk_given: bool = True
 ) -> str:
-    """Return what fits: its step time, its memory besides the device's, and its flags."""
+    """Return a sentence on the chosen option: its step time, its memory besides the device's, and its flags."""
     if not flags:
         return f"Fits {on}, as it is: nothing needs to be swapped or recomputed."
     times = relative_time(chosen, unswapped)
@@ -62,7 +60,7 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
 
     Args:
         least: the option with that budget.
-        rank: the pipeline stage that it is for.
+        rank: its pipeline stage.
     """
     flags = " and ".join((*(("a plan",) if least.is_planned else ()), *filter(None, (" ".join(least.flags),))))
     model, states = training.model, least.states or training.states
@@ -95,7 +93,6 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
 
 
 def _may_chunk(training: Training) -> bool:
-    """Return whether a loss in chunks would save memory."""
     return training.loss_chunks is None and choose_num_chunks(training.model, training.has_sum_in_loss) > 1
 
 
@@ -107,7 +104,7 @@ def num_holders(training: Training) -> int:
 def notes(
     options: argparse.Namespace, training: Training, gpu: Gpu, per_host: int, decision: Decision
 ) -> Iterator[str]:
-    """Yield what the figures leave out or assume, and what would make the run faster."""
+    """Yield notes on figures that are left out or assumed, and on flags that would make the run faster."""
     stages, chosen = training.model.pipeline_parallel, decision.chosen
     prediction = None if chosen is None or not chosen.is_planned else chosen.prediction
     if prediction is not None and prediction.peak_at.startswith("at the loss") and _may_chunk(training):
@@ -143,7 +140,6 @@ def notes(
 
 
 def relative_time(option: Option, unswapped: Option) -> float:
-    """Return the step time of ``option`` relative to that of ``unswapped``."""
     assert option.prediction is not None
     assert unswapped.prediction is not None
     return option.prediction.step_ms / unswapped.prediction.step_ms

@@ -15,8 +15,7 @@ from megatron.swap.forecast.stages import Decision
 
 GRADIENTS = ("--main-grads-dtype", "bf16", "--use-precision-aware-optimizer", "--use-distributed-optimizer")
 """Flags for gradients in 16 bits. Megatron needs the last two for the first."""
-MAX_NAMED = 3
-"""Remedies that are named, the fastest first."""
+MAX_NAMED = 3  # remedies that are named, the fastest first
 
 
 @dataclass(frozen=True)

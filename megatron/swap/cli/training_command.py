@@ -8,23 +8,20 @@ from collections.abc import Sequence
 ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS=1", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
 """Megatron's order of kernels and copies; an allocator whose memory can be used again in other sizes."""
 SCRIPT = "pretrain_gpt_swap.py"
+# flags of decisions that the planner makes
 OURS = (
     "--swap-memory-gib", "--swap-memory-fraction", "--swap-plan", "--swap-policy", "--swap-layers", "--swap-modules",
     "--swap-recompute", "--swap-optimizer", "--swap-host-gib", "--swap-disk-dir",
 )  # fmt: skip
-"""Flags that say what the planner decides."""
 WIDTH = 117
 
 
 def training_command(flags: Sequence[str], chosen: Sequence[str], num_gpus: int, per_host: int) -> str:
-    """Return the command of a run: environment, launcher, the user's flags but those that we decide, and ``chosen``.
-
-    Lines end in a backslash. With more GPUs than a host has, the shell gets a host's number from ``$NODE_RANK`` and the
-    address of the first host from ``$MASTER_ADDR``.
-    """
+    """Return the command of a run: environment, launcher, the user's flags but those that we decide, and ``chosen``."""
     local = min(num_gpus, per_host)
     launcher = [*ENVIRONMENT, "torchrun", "--nproc-per-node", str(local)]
     if num_gpus > local:
+        # The shell of each host sets these two variables.
         launcher += ["--nnodes", str(-(-num_gpus // local)), "--node-rank", '"$NODE_RANK"',
                      "--master-addr", '"$MASTER_ADDR"']  # fmt: skip
     kept = without(flags, OURS)

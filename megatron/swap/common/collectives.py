@@ -13,7 +13,7 @@ def is_last_rank() -> bool:
 
 
 def gather[T](item: T) -> list[T] | None:
-    """Return ``item`` of every rank on rank 0, and ``None`` on the other ranks. Every rank must call it."""
+    """Return ``item`` of every rank on rank 0, and None on the other ranks. Every rank must call this function."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return [item]
     items: list[T | None] = [None] * torch.distributed.get_world_size()

@@ -9,34 +9,31 @@ from typing import Protocol
 
 
 class Stall(Protocol):
-    """A wait that was enqueued on the compute stream. ``elapsed_ms`` is ``None`` until the device has passed it."""
+    """A wait on the compute stream. ``elapsed_ms`` returns None until the device has passed it."""
 
     def elapsed_ms(self) -> float | None: ...
 
 
 @dataclass
 class LayerCounters:
-    """Totals of one layer since the start of the run."""
+    """Totals of a layer since the start of the run."""
 
     out_bytes: int = 0
     in_bytes: int = 0
     num_groups: int = 0
     stayed_bytes: int = 0
-    recomputed_bytes: int = 0
-    """Saved bytes that are not held, but recomputed in backward."""
+    recomputed_bytes: int = 0  # saved bytes that are not held, but recomputed in backward
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The counters at one moment, or the difference between two moments."""
+    """The counters at a moment, or the difference between two moments."""
 
-    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Layer → (bytes out, bytes in)."""
+    layers: dict[int, tuple[int, int]] = field(default_factory=dict)  # layer → (bytes out, bytes in)
     num_groups: int = 0
     num_late: int = 0
     num_out_copies: int = 0
-    num_in_copies: int = 0
-    """Copies that were enqueued. A storage takes several if its slot consists of several pieces."""
+    num_in_copies: int = 0  # a storage takes several copies if its slot consists of several pieces
     wait_ms: float = 0.0
     recomputed_bytes: int = 0
     num_recomputed: int = 0
@@ -50,11 +47,10 @@ class Totals:
         return sum(in_bytes for _, in_bytes in self.layers.values())
 
     def since(self, earlier: Totals) -> Totals:
-        """Return what was added since ``earlier``."""
+        """Return the difference to ``earlier``."""
         return self._combined(earlier, -1, self.layers)
 
     def plus(self, other: Totals) -> Totals:
-        """Return the sum of both."""
         return self._combined(other, 1, self.layers | other.layers)
 
     def without_layers(self) -> Totals:
@@ -83,14 +79,11 @@ class Counters:
     """Totals since the start of the run. Reading them never makes the host wait for the device."""
 
     layers: defaultdict[int, LayerCounters] = field(default_factory=lambda: defaultdict(LayerCounters))
-    num_late: int = 0
-    """Storages that were not prefetched: their reload began after the backward of their own layer had begun."""
+    num_late: int = 0  # storages whose reload began after the backward of their own layer had begun
     num_out_copies: int = 0
     num_in_copies: int = 0
-    num_recomputed: int = 0
-    """Storages that were recomputed."""
-    num_not_recomputed: int = 0
-    """Storages that were kept or offloaded although the policy asked to recompute them (``Recomputer.refused``)."""
+    num_recomputed: int = 0  # storages
+    num_not_recomputed: int = 0  # storages kept or offloaded against the policy (``Recomputer.refused``)
     _wait_ms: float = 0.0
     _stalls: deque[Stall] = field(default_factory=deque)
 
@@ -106,7 +99,6 @@ class Counters:
         self._stalls.append(stall)
 
     def totals(self) -> Totals:
-        """Return the totals until now."""
         return Totals(
             layers={number: (layer.out_bytes, layer.in_bytes) for number, layer in self.layers.items()},
             num_groups=self.num_groups,
@@ -119,9 +111,10 @@ class Counters:
         )
 
     def wait_ms(self) -> float:
-        """Return the ms that the compute stream has waited for copies, without stalls that are still ahead."""
+        """Return the ms that the compute stream has waited for copies."""
         while self._stalls:
             elapsed_ms = self._stalls[0].elapsed_ms()
+            # This stall is still ahead of the device.
             if elapsed_ms is None:
                 break
             self._wait_ms += elapsed_ms

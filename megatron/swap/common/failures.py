@@ -1,7 +1,7 @@
-"""How a process ends that cannot go on: one paragraph.
+"""The last paragraph of a process that cannot go on.
 
 An error of ours is the paragraph alone. Any other exception keeps its traceback. Under torchrun the paragraph is also
-written to the file that torchrun names for each rank, so that its report quotes it.
+written to the file that torchrun names for each rank, so that its report quotes the paragraph.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Set by torchrun: the file for this rank's error."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun: the file for this rank's error
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -32,12 +31,7 @@ def report_errors(known: tuple[type[BaseException], ...]) -> None:
 
 
 class _Reporter:
-    """The process's hook for uncaught exceptions.
-
-    Args:
-        inner: the hook that prints tracebacks.
-        known: as in ``report_errors``.
-    """
+    """The process's hook for uncaught exceptions, around the hook that prints tracebacks."""
 
     def __init__(self, inner: Hook, known: tuple[type[BaseException], ...]) -> None:
         self._inner = inner

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-DASHES = "-‐‑‒–—−"
-"""A flag that was copied from a page may begin with any of them."""
+DASHES = "-‐‑‒–—−"  # a flag that was copied from a page may begin with any of them
 
 
 def is_flag(word: str) -> bool:
@@ -15,7 +14,7 @@ def is_flag(word: str) -> bool:
 
 
 def nearest_flag(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the flag of ``known`` that ``word`` probably stands for, or ``None``.
+    """Return the flag of ``known`` that ``word`` probably stands for, or None.
 
     Args:
         word: as it was given, such as ``--swap_layer``.

@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 from megatron.swap.common.flag_names import is_flag, nearest_flag
 from megatron.swap.common.settings import FLAGS, GROUPS, Settings, flag_of, is_switch
 
-MOST_UNKNOWN = 4
-"""Unknown flags that an error names; more are counted."""
+MOST_UNKNOWN = 4  # unknown flags that an error names; more are counted
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -50,14 +49,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``--swap-`` flags.
-
-    Args:
-        parser: Megatron's, or any other.
-
-    Returns:
-        The same parser.
-    """
+    """Add the ``--swap-`` flags to Megatron's parser, or any other, and return it."""
     for group, names in groupby(FLAGS, lambda name: FLAGS[name].group):
         add = parser.add_argument_group(f"swap: {group}", GROUPS[group]).add_argument
         for name in names:

@@ -31,7 +31,7 @@ Arrival = Callable[[Labelled, Any], None]
 
 @dataclass
 class _Listener:
-    """A receiver of ranges: a profiler or a recorder."""
+    """A profiler or a recorder."""
 
     timeline: Timeline
     allocated_bytes: Callable[[], int | None] | None
@@ -42,8 +42,8 @@ class _Listener:
 class Ranges:
     """Named ranges of the engine's work, passed on to listeners. Without listeners a call costs one check.
 
-    The names are a contract with ``benchmarks/traces``, which finds the copies by them. docs/dev/architecture.md lists
-    the names. Micro-batches are numbered from 0 in each step, whatever order a pipeline runs them in.
+    The names are a contract with ``benchmarks/traces``; docs/dev/architecture.md lists them. Micro-batches are numbered
+    from 0 in each step, whatever order a pipeline runs them in.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,6 @@ class Ranges:
 
     @property
     def is_on(self) -> bool:
-        """Whether anyone listens."""
         return bool(self._listeners)
 
     def start(
@@ -67,13 +66,13 @@ class Ranges:
         """Pass ranges on to ``timeline`` from now on, beside other listeners.
 
         Args:
-            allocated_bytes: returns device memory in use, for ``memory`` marks; ``None``: no such marks.
+            allocated_bytes: returns device memory in use, for ``memory`` marks; None: no such marks.
             arrived: called with each storage that is reloaded or recomputed.
         """
         self._listeners.append(_Listener(timeline, allocated_bytes, arrived))
 
     def stop(self, timeline: Timeline | None = None) -> None:
-        """Stop passing ranges on to ``timeline``; ``None``: to any listener."""
+        """Stop passing ranges on to ``timeline``; None: to any listener."""
         self._end_backward()
         for listener in [one for one in self._listeners if timeline in (None, one.timeline)]:
             listener.step.__exit__(None, None, None)
@@ -82,12 +81,10 @@ class Ranges:
             self._step = None
 
     def step(self, number: int) -> None:
-        """End the step before and begin training iteration ``number``; no effect if it has begun.
-
-        Must always be called on the same thread.
-        """
+        """End the step before and begin training iteration ``number``; no effect if it has begun."""
         if self._step == number:
             return
+        # A range ends on the thread that began it, so every call must come from the same thread.
         self._step = number
         self._end_backward()
         self._num_forwards.clear()
@@ -101,14 +98,13 @@ class Ranges:
         return max(0, self._num_forwards[layer] - 1)
 
     def forward(self, layer: int) -> AbstractContextManager[object]:
-        """Return the range of a forward of ``layer``."""
         if not self._listeners:
             return nullcontext()
         self._num_forwards[layer] += 1
         return self._named(f"forward layers.{layer} mb{self.micro_batch(layer)}")
 
     def backward(self, group: Labelled) -> None:
-        """Begin the backward range of ``group``, and end the one of the group before."""
+        """Begin the backward range of ``group``, and end that of the group before."""
         if self._listeners:
             self._end_backward()
             stack = ExitStack()
@@ -138,7 +134,7 @@ class Ranges:
         return self._named(f"{what} {group.label} {format_bytes(num_bytes)}")
 
     def storage(self, what: str, storage: Labelled, num_bytes: int | None = None) -> AbstractContextManager[object]:
-        """Return the range of work on one storage: ``copy_in layers.3/mlp.linear_fc1/0 mb0 134217728``."""
+        """Return the range of work on a storage: ``copy_in layers.3/mlp.linear_fc1/0 mb0 134217728``."""
         if not self._listeners:
             return nullcontext()
         return self._named(f"{what} {storage.label}" + ("" if num_bytes is None else f" {num_bytes}"))

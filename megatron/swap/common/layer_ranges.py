@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from megatron.swap.common.types import UsageError
 
-MOST_LAYERS = 100_000
-"""Bound of layer numbers where the model is not known."""
+MOST_LAYERS = 100_000  # bound of layer numbers where the model is not known
 RANGE = re.compile(r"\s*(\d{1,20})\s*(?:-\s*(\d{1,20})\s*)?")
 
 
@@ -19,7 +18,6 @@ def parse_ranges(text: str, where: str, syntax: str, num_layers: int = MOST_LAYE
         text: layers and ranges with commas between them.
         where: beginning of an error message.
         syntax: allowed syntax, for an error message.
-        num_layers: layers of the model.
 
     Raises:
         UsageError: the text is malformed, a range runs backwards, or a layer is not in the model.

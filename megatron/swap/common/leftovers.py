@@ -1,11 +1,8 @@
 """Files and folders of this process that a later process removes if this one is killed.
 
-The owner holds a lock (``flock``), which ends with the owner, however it ends, and with its host. Whoever makes a file
-or folder of the same prefix removes those whose lock is free, if they belong to the same user. Links are never
-followed, and nothing without a lock is touched.
-
-On a shared file system another host's locks may not show (Lustre with ``localflock``, NFS with ``nolock``). So names
-contain the boot id, and only files and folders of this host's present boot are removed.
+The owner holds a lock (``flock``), which ends with the owner and with its host. Later processes remove files and
+folders of the same prefix, user and boot whose lock is free. Links are never followed, and nothing without a lock is
+touched.
 """
 
 from __future__ import annotations
@@ -22,13 +19,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOCK = ".owner"
-"""The file in a folder whose lock the owner holds."""
+LOCK = ".owner"  # the file in a folder whose lock the owner holds
 
 
 @functools.cache
 def boot() -> str:
-    """Return the short id of this host's boot; empty: it is not known."""
+    """Return the short id of this host's boot; empty if it is not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:
@@ -41,7 +37,7 @@ def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[
 
     Args:
         prefix: of its name.
-        parent: where it is made; ``None``: the system's folder for temporary files.
+        parent: None: the system's folder for temporary files.
 
     Yields:
         The folder, and the descriptor of its lock. A child that gets the descriptor keeps the folder alive, too.
@@ -85,6 +81,7 @@ def own_file(parent: Path, prefix: str, mode: int) -> Iterator[tuple[Path, int]]
 
 def sweep(parent: Path, prefix: str) -> None:
     """Remove this boot's files and folders in ``parent`` with ``prefix`` whose owner has ended."""
+    # Another host's locks may not show on a shared file system (Lustre with ``localflock``, NFS with ``nolock``).
     if not boot():
         return
     with suppress(OSError):
@@ -114,13 +111,10 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _locked(path: Path, flags: int = 0, mode: int = 0) -> int | None:
-    """Open and lock a regular file; ``None``: another process has locked or removed it.
+    """Open and lock a regular file, or return None if another process has locked or removed it.
 
     Args:
-        path: the file.
-        flags: with ``O_CREAT`` it is made, with ``mode``. Where the file system has no locks it stays without one, and
-            nobody ever removes it.
-        mode: see ``flags``.
+        flags: with ``O_CREAT`` the file is made, with ``mode``.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, mode)
@@ -135,6 +129,7 @@ def _locked(path: Path, flags: int = 0, mode: int = 0) -> int | None:
         if stat.S_ISREG(mine.st_mode) and (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
             return descriptor
     except OSError as error:
+        # The file system has no locks: the file stays without a lock, and nobody ever removes it.
         if flags and error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
             return descriptor
     os.close(descriptor)

@@ -23,10 +23,8 @@ SITE = re.compile(r"[^/\s]+/\d+")
 LAYERS_SYNTAX = "layers and ranges, such as 0-9,12"
 KEPT = "keep"
 DROPPED = "recompute"
-FP8_WEIGHTS = (KEPT, DROPPED)
-"""Values of ``--swap-fp8-weights``."""
-LAYER_SECTION = "layer"
-"""The section that is a whole layer, the only section that training can recompute."""
+FP8_WEIGHTS = (KEPT, DROPPED)  # values of ``--swap-fp8-weights``
+LAYER_SECTION = "layer"  # the section that is a whole layer, the only section that training can recompute
 
 
 class Infeasible(UsageError):
@@ -53,29 +51,23 @@ class Model:
     padded_vocab_size: int
     transformer_impl: str
     dtype: str
-    gated: bool
-    """Whether the MLP's activation has a gate (SwiGLU), so that fc1 is twice as wide."""
+    gated: bool  # whether the MLP's activation has a gate (SwiGLU), so that fc1 is twice as wide
     num_experts: int | None = None
-    head_size: int | None = None
-    """``None``: hidden_size / num_attention_heads."""
+    head_size: int | None = None  # None: hidden_size / num_attention_heads
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     pipeline_parallel: int = 1
     num_virtual_stages: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
+    # scaling of linear layers to FP8 (``tensorwise``, ``delayed``, ``blockwise`` …); None: no FP8
     fp8_recipe: str | None = None
-    """How linear layers are scaled to FP8 (``tensorwise``, ``delayed``, ``blockwise`` …); ``None``: no FP8."""
-    bf16_layers: tuple[int, ...] = ()
-    """The layers without FP8, if others have it."""
-    swap_fp8_weights: str = KEPT
-    """The flag of this name, one of ``FP8_WEIGHTS``."""
-    mlp_chunks: int = 1
-    """``--mlp-chunks-for-training``: chunks of the sequence in which a layer's MLP runs."""
+    bf16_layers: tuple[int, ...] = ()  # the layers without FP8, if others have it
+    swap_fp8_weights: str = KEPT  # the flag of this name, one of ``FP8_WEIGHTS``
+    mlp_chunks: int = 1  # ``--mlp-chunks-for-training``: chunks of the sequence in which a layer's MLP runs
+    # saved by the norm of such a chunk: 1 of RMSNorm, 2 of LayerNorm; None: no chunks
     mlp_statistics: int | None = None
-    """Statistics that the norm of such a chunk saves: 1 of RMSNorm, 2 of LayerNorm; ``None``: there are no chunks."""
-    flash_attention: bool = False
-    """Whether TransformerEngine takes flash-attn (``--attention-backend flash``) instead of cuDNN."""
+    flash_attention: bool = False  # TransformerEngine takes flash-attn (``--attention-backend flash``), not cuDNN
 
     @property
     def keeps_fp8_weights(self) -> bool:
@@ -91,9 +83,10 @@ class Model:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """The action for one saved tensor. ``mib``: its size; ``why``: the reason, for people."""
+    """The action for a saved tensor."""
 
     action: Literal["keep", "swap", "recompute"]
+    # Size, and the reason, for people.
     mib: float | None = None
     why: str | None = None
 
@@ -104,8 +97,7 @@ class PlanClass:
 
     layers: str  # layer numbers, 0-based over the whole model, such as ``0-9,12``
     sites: dict[str, SitePlan]  # actions by ``path/ordinal``. Other sites are kept.
-    sections: tuple[str, ...] = ()
-    """Parts of a layer that are recomputed in backward (``mlp``, ``layer``). Their saved tensors are freed."""
+    sections: tuple[str, ...] = ()  # recomputed in backward (``mlp``, ``layer``); their saved tensors are freed
 
     def __post_init__(self) -> None:
         self.numbers()
@@ -142,9 +134,9 @@ class Plan:
     predicted: Predicted | None
     classes: tuple[PlanClass, ...]
     prefetch_gib: float | None = None
-    """Maximum that is prefetched ahead of its layer's backward; ``None``: what the largest layer swaps."""
+    """Most that is prefetched ahead of its layer's backward; None: as much as the largest layer swaps."""
     offload_fraction: float | None = field(metadata={"key": "resting"}, default=None)
-    """Fraction of the optimizer state that is offloaded; ``None``: the plan does not set it."""
+    """Fraction of the optimizer state that is offloaded; None: the plan does not set it."""
     file: str | None = field(metadata={"key": None}, default=None, compare=False)
     """The file that the plan was read from."""
     _class_of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -183,25 +175,19 @@ class Plan:
         return entry.sections if entry else ()
 
     def swaps_layer(self, layer: int) -> bool:
-        """Whether any site of ``layer`` is swapped."""
         return Action.SWAP in self.sites(layer).values()
 
     def recomputes_layer(self, layer: int) -> bool:
-        """Whether any site of ``layer`` is recomputed."""
         return Action.RECOMPUTE in self.sites(layer).values()
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the plan swaps nothing and recomputes nothing."""
         acts = (entry.sections or any(site.action != "keep" for site in entry.sites.values()) for entry in self.classes)
         return not any(acts)
 
     def least_host_bytes(self) -> int:
-        """Return a lower bound of the host bytes that a micro-batch takes if one rank has all layers.
-
-        Sums the swapped sites of known size, without the last two layers: backward needs those so soon that they are
-        kept.
-        """
+        """Return a lower bound of the host bytes that a micro-batch takes if a rank has all layers."""
+        # Backward needs the last two layers so soon that they are kept.
         return sum(
             int((planned.mib or 0) * MIB)
             for layer in range(self.model.num_layers - 2)
@@ -220,7 +206,7 @@ class Plan:
 
 
 def merged(plans: Sequence[Plan]) -> Plan:
-    """Merge plans for different layers of one model, such as pipeline stages. Predictions are the largest of all."""
+    """Merge plans for different layers of a model, such as pipeline stages. Predictions are the largest of all."""
     first = plans[0]
     if len(plans) == 1:
         return first

@@ -20,10 +20,10 @@ SHORT = re.compile(r"[\[{]\n\s*([^\[\]{}]*?)\n\s*[\]}]")
 """An innermost object or list. Line ends stand only between the parts: in strings they are escaped."""
 LINE_WIDTH = 150
 MOST_FILE_BYTES = 256 << 20
-"""Most bytes of a file that is read at once; the largest known are summaries of long runs, with 1 KiB a step."""
+"""Most bytes of a file that is read at once. Summaries of long runs have 1 KiB a step."""
 KEY = "key"
-"""Metadata key of a dataclass field that has another name in files, ``field(metadata={"key": "share"})``, or none:
-``{"key": None}``."""
+"""Metadata key of a dataclass field with another name in files, ``{"key": "share"}``, or with none, ``{"key": None}``.
+"""
 
 
 def from_json[T](kind: type[T], value: Any, where: str) -> T:
@@ -69,9 +69,9 @@ def _load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys: Python's reader would silently take the last one."""
     found: dict[str, Any] = {}
     for key, value in pairs:
+        # Python's reader would silently take the last of two.
         if key in found:
             raise UsageError(f"the key {key!r} stands twice in one object; each may stand once. Drop one of the two.")
         found[key] = value
@@ -82,8 +82,8 @@ def read_text(path: str | Path) -> str:
     """Return the text of a file that a user has named.
 
     Raises:
-        OSError: it cannot be read; is a device or a pipe, which may have no end; or has more than ``MOST_FILE_BYTES``.
-        UnicodeDecodeError: it is no text.
+        OSError: the file cannot be read, is a device or a pipe, or has more than ``MOST_FILE_BYTES``.
+        UnicodeDecodeError: the file is no text.
     """
     mode = Path(path).stat().st_mode  # before it is opened: opening a pipe may wait for ever
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -128,13 +128,13 @@ def to_json(value: Any) -> Any:
 
 
 def keyed(kind: type) -> dict[str, dataclasses.Field]:
-    """Return the fields of a dataclass by their keys in files: their ``key`` metadata, else their names."""
+    """Return the fields of a dataclass by their keys in files."""
     keys = {item.metadata.get(KEY, item.name): item for item in dataclasses.fields(kind)}
     return {key: item for key, item in keys.items() if key is not None}
 
 
 def _on_one_line(match: re.Match[str]) -> str:
-    """Put an innermost object or list on one line if it fits."""
+    # An innermost object or list stands on a single line if it fits.
     joined = re.sub(r"\n\s*", " ", match[1])
     return f"{match[0][0]}{joined}{match[0][-1]}" if len(joined) < LINE_WIDTH else match[0]
 

@@ -21,8 +21,7 @@ LOG_LEVELS = ("quiet", "info", "debug")
 POLICIES = ("manual", "auto")
 MOST_CANDIDATES = 10
 MOST_LOSS_CHUNKS = 1024
-MOST_DELAY_MS = 1000
-"""Each copy is delayed by up to that long, and a step makes hundreds."""
+MOST_DELAY_MS = 1000  # delays each copy, and a step makes hundreds
 USUAL_FRACTION = 0.95
 """Budget of ``--swap-policy auto`` without other flags, as a fraction of the device's memory."""
 
@@ -120,7 +119,7 @@ def read_loss_chunks(given: Any) -> int | Literal["auto"]:
     """Return the value of ``--swap-loss-chunks``.
 
     Raises:
-        UsageError: the value is neither ``auto`` nor a number that is allowed.
+        UsageError: the value is neither ``auto`` nor an allowed number.
     """
     if given == "auto":
         return "auto"
@@ -168,7 +167,7 @@ def _setting(default: Any, group: str, help: str, **options: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The user's settings. ``None`` leaves the choice to the package.
+    """The user's settings. None leaves the choice to the package.
 
     Raises:
         UsageError: a value is out of its range, or two settings exclude each other; the message names the flags.
@@ -536,11 +535,9 @@ class Settings:
 
 
 FLAGS: dict[str, Flag] = {one.name: one.metadata["flag"] for one in dataclasses.fields(Settings)}
-"""The flag of each setting."""
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of the setting ``name``."""
     return f"--swap-{name.replace('_', '-')}"
 
 

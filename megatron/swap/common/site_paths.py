@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-OWN_PATH = "layer"
-"""Path of tensors that a layer saves outside its submodules (residual connections)."""
-CHECKPOINT_PATH = "checkpoint"
-"""Path of the input of a layer that is recomputed whole."""
-SOURCE_PATH = "source"
-"""Path of tensors that nothing saves, and that single operators are recomputed from."""
-MODEL_PATH, LOSS_PATH = "model", "loss"
-"""Paths of tensors that a model chunk saves outside its layers: before the layers, and after them."""
-NON_LAYER = -1
-"""Placeholder for the layer number at sites outside all layers."""
+OWN_PATH = "layer"  # tensors that a layer saves outside its submodules (residual connections)
+CHECKPOINT_PATH = "checkpoint"  # the input of a layer that is recomputed whole
+SOURCE_PATH = "source"  # tensors that nothing saves, and that single operators are recomputed from
+MODEL_PATH, LOSS_PATH = "model", "loss"  # tensors that a chunk saves before its layers, and behind them
+NON_LAYER = -1  # stands for the layer number at sites outside all layers

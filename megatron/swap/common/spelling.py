@@ -19,9 +19,9 @@ class Spelling:
     """Turns the flags in a message into the arguments of a call.
 
     Args:
-        *arguments: what the call takes by name: ``host_gib`` is written ``host_gib=``.
-        others: what stands for other settings, with ``{}`` for the name. ``None``: the call has no others, and a
-            sentence that advises one is left out.
+        *arguments: names that the call takes: ``host_gib`` is written ``host_gib=``.
+        others: text for other settings, with ``{}`` for the name. None: the call has no others, and a sentence that
+            advises one is left out.
     """
 
     def __init__(self, *arguments: str, others: str | None = None) -> None:

@@ -23,24 +23,16 @@ class UsageError(SwapError, ValueError):
 
 NORM = "norm"
 ACTIVATION = "activation"
-ROTARY = "rotary"
-"""Queries, keys and values as attention receives them: rotated, and copied out of linear_qkv's output."""
-QUANTIZED = "quantized"
-"""8-bit values of tensors that are there in bf16. Those of a norm's or an activation's output count as NORM and
-ACTIVATION."""
-RESIDUAL = "residual"
-"""A layer's input plus attention's output, which the second norm reads; linear_proj runs again for it."""
+ROTARY = "rotary"  # queries, keys and values as attention receives them: rotated, and copied out of linear_qkv's output
+QUANTIZED = "quantized"  # 8-bit values of tensors that exist in bf16, but of a norm's or an activation's output
+RESIDUAL = "residual"  # a layer's input plus attention's output, for the second norm; linear_proj runs again for it
 LINEAR = "linear"
 """Outputs of linear_qkv and linear_fc1; in models that Megatron did not build, of all matrix products."""
-PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, RESIDUAL, LINEAR)
-"""Kinds of kernels whose outputs can be recomputed."""
-OPERATOR = "operator"
-"""Outputs of single cheap operators, in models that Megatron did not build."""
+PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, RESIDUAL, LINEAR)  # kinds of kernels whose outputs can be recomputed
+OPERATOR = "operator"  # outputs of single cheap operators, in models that Megatron did not build
 
-FEW_LAYERS = 8
-"""Chunks with fewer layers release memory storage by storage: see ``LayerPosition.early_release``."""
-LOSS_ROWS = 1024
-"""Tokens (rows) whose cross entropy is computed at once: see ``cross_entropy.py``."""
+FEW_LAYERS = 8  # chunks with fewer layers release memory storage by storage: ``LayerPosition.early_release``
+LOSS_ROWS = 1024  # tokens (rows) whose cross entropy is computed at once: ``cross_entropy.py``
 
 
 class Action(Enum):
@@ -54,10 +46,9 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Place where autograd saved a tensor: the ``ordinal``-th one under ``path`` in layer ``layer`` (0-based).
+    """Place where autograd saved a tensor: the ``ordinal``-th under ``path`` in layer ``layer`` (0-based).
 
-    ``path`` is the path of a submodule inside its layer (``mlp.linear_fc2``), ``layer`` for tensors that the layer
-    saves outside its submodules, or ``checkpoint`` for the input of a recomputed segment that begins with this layer.
+    ``path`` is a submodule's path inside its layer (``mlp.linear_fc2``), or a name of ``site_paths``.
     """
 
     layer: int
@@ -80,18 +71,16 @@ class LayerPosition:
 
     @property
     def early_release(self) -> bool:
-        """Whether what the layer will keep counts as slack until each storage is saved, or only until the layer begins.
+        """True in chunks of fewer than ``FEW_LAYERS`` layers.
 
-        Copies gain the duration of a layer, which matters where there are few layers. But memory that is freed in the
-        middle of a layer is freed too late for the layer's next allocation, and fragmentation grows by 0.5 to 1 GiB.
+        Copies may then use the memory of tensors that the running layer has not saved yet. Longer chunks give that
+        memory back when the layer starts: later frees cost 0.5 to 1 GiB of fragments.
         """
         return self.num_layers < FEW_LAYERS
 
     def num_trailing_kept(self, window_groups: int) -> int:
-        """Return how many trailing layers are kept although they were to be swapped, since backward needs them at once.
-
-        These are the last layer, and before it as many as the prefetch window holds (``window_groups``, in groups).
-        """
+        """Return how many trailing layers are kept although they were to be swapped."""
+        # Backward needs the last layer at once, and before it as many as the prefetch window holds.
         return min(self.trailing_layers, 1 + window_groups) if self.ends_in_loss else 0
 
     def is_trailing_kept(self, window_groups: int) -> bool:
@@ -109,7 +98,7 @@ def layer_positions(swapped: list[bool], ends_in_loss: bool) -> list[LayerPositi
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The run of a layer over one micro-batch. ``micro_batch`` counts runs since the graph was last empty."""
+    """The run of a layer over a micro-batch. ``micro_batch`` counts runs since the graph was last empty."""
 
     layer: int
     micro_batch: int
@@ -117,7 +106,7 @@ class GroupKey:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes of one kind of memory (weights, activations, …) on each tier."""
+    """Bytes of a kind of memory (weights, activations, …) on each tier."""
 
     kind: str
     device_bytes: int = 0

@@ -125,24 +125,20 @@ class MegatronFacts:
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP. Megatron's default is four times the hidden size; with a gate two thirds of that, rounded
-        down to a multiple of 64."""
+        """Width of the MLP."""
+        # Megatron's default: four times the hidden size; with a gate two thirds of that, a multiple of 64.
         default = int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
         return self.ffn_hidden_size or default
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Return the facts among ``given``, arguments by name. A name that is missing has its default: older versions
-        of Megatron lack some."""
+        """Return the facts among ``given``, arguments by name."""
+        # Older versions of Megatron lack some names, which keep their defaults.
         return cls(**{one.name: given[one.name] for one in fields(cls) if one.name in given})
 
 
 def state_bytes_of(facts: MegatronFacts) -> int:
-    """Return ``States.state_bytes`` for Adam: an upper bound for other optimizers.
-
-    TransformerEngine's precision-aware optimizer stores the main value itself, except with FP8 recipes of current
-    scaling: then Megatron does, in fp32 (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``).
-    """
+    """Return ``States.state_bytes`` for Adam: an upper bound for other optimizers."""
     if not facts.use_precision_aware_optimizer:
         return 12 if facts.bf16 or facts.fp16 else 8
     main = type_bytes(facts.main_params_dtype)
@@ -153,16 +149,16 @@ def state_bytes_of(facts: MegatronFacts) -> int:
 
 
 def holds_main_params(facts: MegatronFacts) -> bool:
-    """Return whether the optimizer itself holds the main values, and takes gradients in 16 bits."""
+    """Whether the optimizer itself holds the main values, and takes gradients in 16 bits."""
+    # TransformerEngine's precision-aware optimizer does, except with FP8 recipes of current scaling (Megatron's
+    # ``use_precision_aware_optimizer_no_fp8_or_ds_fp8``).
     is_short = type_bytes(facts.main_params_dtype) < 4
     return facts.use_precision_aware_optimizer and (is_short or facts.fp8_recipe in (None, "delayed"))
 
 
 def has_sum_in_loss(facts: MegatronFacts) -> bool:
-    """Return whether several chunks of the loss hold the sum of the output weight's gradients, in fp32.
-
-    Otherwise they add to Megatron's own gradient, where the layer fuses that and the gradient is in fp32.
-    """
+    """Whether several chunks of the loss hold the sum of the output weight's gradients, in fp32."""
+    # Otherwise they add to Megatron's own gradient, in a layer that fuses that with a gradient in fp32.
     return has_short_gradients(facts) or not facts.gradient_accumulation_fusion
 
 
@@ -172,7 +168,7 @@ def has_short_gradients(facts: MegatronFacts) -> bool:
 
 
 def model_of(facts: MegatronFacts, fp8_weights: str | None = None) -> Model:
-    """Return the model. A fact that is ``None`` means Megatron's default.
+    """Return the model. A fact that is None means Megatron's default.
 
     Args:
         fp8_weights: as ``Settings.chosen_fp8_weights``.
@@ -212,7 +208,6 @@ def model_of(facts: MegatronFacts, fp8_weights: str | None = None) -> Model:
 
 
 def _bf16_layers(facts: MegatronFacts) -> tuple[int, ...]:
-    """Return the first and last layers, which have no FP8."""
     first, last = facts.num_layers_at_start_in_bf16, facts.num_layers - facts.num_layers_at_end_in_bf16
     return tuple(layer for layer in range(facts.num_layers) if layer < first or layer >= last)
 

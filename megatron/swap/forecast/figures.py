@@ -10,9 +10,7 @@ from megatron.swap.forecast.fp8 import linear_params
 from megatron.swap.forecast.mlp_chunks import ATTENTION, MLP, num_mlp_chunks
 from megatron.swap.planner.profile import MAX_FRAGMENTS, ModelFigures, Profile
 
-MAX_FRAGMENTS_IN_8_BITS = 3.0
-"""``MAX_FRAGMENTS`` of models with FP8 layers: 2.8 was measured (docs/results/h200-fp8-unfused.jsonl, reserved less
-allocated memory)."""
+MAX_FRAGMENTS_IN_8_BITS = 3.0  # as ``MAX_FRAGMENTS``; 2.8 was measured (docs/results/h200-fp8-unfused.jsonl)
 
 
 def figures_of(model: Model) -> ModelFigures:
@@ -31,5 +29,4 @@ def figures_of(model: Model) -> ModelFigures:
 
 
 def with_figures(profile: Profile) -> Profile:
-    """Return ``profile`` with the figures of its model."""
     return replace(profile, figures=figures_of(profile.model))

@@ -28,9 +28,11 @@ from megatron.swap.forecast.loss_chunks import choose_num_chunks
 from megatron.swap.forecast.states import States
 
 FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
-"""The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version. Flags that need
-a value have ``VALUE`` behind them. Planning imports neither Megatron nor torch, so it cannot ask the parser;
-``python -m tests.pages`` renews the file."""
+"""The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version.
+
+Flags that need a value have ``VALUE`` behind them. ``python -m tests.pages`` renews the file: planning imports neither
+Megatron nor torch, so it cannot ask the parser.
+"""
 
 UNSUPPORTED = frozenset({
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
@@ -50,11 +52,11 @@ NOT_COUNTED = frozenset({
 })  # fmt: skip
 """Flags that change memory a little. A plan is made without them and says so."""
 DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "swap-modules": None}
-"""Flags that choose by hand what is swapped, with the values that choose nothing."""
+"""Flags that choose by hand, with the values that choose nothing."""
+# types of optimizer state: Megatron's defaults
 OF_STATE = {"exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32", "main-params-dtype": "fp32"}
-"""Flags for the types of optimizer state, with Megatron's defaults."""
+# ``UNSUPPORTED``, but needless with a planner
 OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
-"""Flags of ``UNSUPPORTED`` that the planner makes needless."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +67,23 @@ class Training:
     num_micro_batches: int
     tied: bool  # whether embedding and output layer share their weights
     states: States
-    host_gib: float | None = None  # limit of the rank's host memory; ``None``: no flag sets it
-    disk_gib: float = 0.0
-    """Limit of the disk, used once host memory is full; infinite: no flag sets it; 0: there is no disk."""
-    budget_gib: float | None = None
-    """Limit of the rank's device memory, as ``--swap-memory-gib``; ``None``: no flag sets it."""
+    host_gib: float | None = None  # limit of the rank's host memory; None: no flag sets it
+    disk_gib: float = 0.0  # limit of the disk behind host memory; infinite: no flag sets it; 0: there is no disk
+    budget_gib: float | None = None  # ``--swap-memory-gib``
     num_gpus: int = 1  # GPUs of the run
     num_replicas: int = 1  # replicas of the model, each with its own part of the batch
-    budget_fraction: float | None = None
-    """The same limit as a fraction of the device's memory, as ``--swap-memory-fraction``."""
+    budget_fraction: float | None = None  # ``--swap-memory-fraction``
     shares_state: bool = False  # whether ranks that hold the same weights share their optimizer state
     has_positions: bool = True  # whether the flags say how many positions Megatron provides for
-    state_stays: str | None = None  # a flag with which optimizer state cannot be offloaded; ``None``: it can
+    state_stays: str | None = None  # a flag with which optimizer state cannot be offloaded
     loss_chunks: int | Literal["auto"] | None = None  # as ``Settings.loss_chunks``
     has_sum_in_loss: bool = False  # as for ``loss_bytes``
-    fuses_gradients: bool = False
-    """Whether layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients."""
-    avoids_disk: str | None = None  # a flag with which optimizer state cannot be on disk; ``None``: it can
+    fuses_gradients: bool = False  # layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients
+    avoids_disk: str | None = None  # a flag with which optimizer state cannot be on disk
     may_drop_copies: bool = False
-    """The planner chooses whether layers in FP8 keep copies of their weights: no flag says it, and there is one
-    pipeline stage, since all stages must do the same."""
+    """The planner chooses whether layers in FP8 keep copies of their weights: no flag says it, and there is a single
+    pipeline stage, since all stages must do the same.
+    """
     has_dropout: bool = False  # as for ``layer_class``
 
     @property
@@ -109,7 +108,8 @@ class Training:
 def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     """Read Megatron's flags, with its defaults. Flags that do not change sizes are ignored.
 
-    ``num_gpus``: GPUs of the run; ``None``: those of one model replica.
+    Args:
+        num_gpus: GPUs of the run; None: those of a single model replica.
 
     Raises:
         UsageError: a flag is missing, or its value is impossible.
@@ -205,7 +205,7 @@ def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
         options: the planner's own options, which stand before ``--``.
 
     Raises:
-        UsageError: names the flag, and the nearest one that exists.
+        UsageError: names the flag, and the nearest that exists.
     """
     if not flags:
         raise UsageError("--gpu needs the flags of the training command, behind -- (--gpu h100 -- --num-layers 24 …).")
@@ -257,7 +257,6 @@ def not_counted(flags: Sequence[str]) -> list[str]:
 
 
 def _names(flags: Sequence[str]) -> list[str]:
-    """Return the names of the flags: ``--flag=value`` gives ``--flag``."""
     return [word.split("=", 1)[0] for word in flags if word.startswith("--")]
 
 
@@ -269,7 +268,6 @@ def training_flags() -> frozenset[str]:
 
 @functools.cache
 def _flags_with_value() -> frozenset[str]:
-    """Return the training flags that need a value."""
     lines = map(str.split, FLAGS_FILE.read_text().splitlines())
     return frozenset(flag for flag, *value in lines if value == ["VALUE"])
 
@@ -296,7 +294,7 @@ def _check_fp8(known: argparse.Namespace) -> None:
 
 
 def _state_stays(known: argparse.Namespace) -> str | None:
-    """Return a flag with which Megatron Swap does not offload optimizer state; ``None``: none is given.
+    """Return a flag with which Megatron Swap does not offload optimizer state, or None.
 
     Raises:
         UsageError: a type of optimizer state is given without the optimizer that has it.
@@ -323,7 +321,7 @@ def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str)
 
 
 def _gib(flag: str, text: str | None) -> float | None:
-    """Return the value of ``flag`` in GiB; ``None``: it is not given."""
+    """Return the value of ``flag`` in GiB, or None if it is not given."""
     try:
         given = None if text is None else float(text)
     except ValueError:
@@ -334,7 +332,6 @@ def _gib(flag: str, text: str | None) -> float | None:
 
 
 def _budget_fraction(known: argparse.Namespace) -> float | None:
-    """Return the value of ``--swap-memory-fraction``; ``None``: it is not given."""
     given = known.swap_memory_fraction
     if given is None:
         return None

@@ -1,11 +1,10 @@
 """FP8 layers: the bytes that quantization moves, the tensors that are saved, and the copies of weights.
 
 Read from TransformerEngine 2.20.2 (``module/layernorm_linear.py``, ``module/linear.py``, ``tensor/storage/``). Linear
-layers quantize three tensors: their input, their weight, and the gradient of their output. Each is quantized in two
-layouts, since the product of each direction reads another one. Backward needs the input in the second layout alone, so
-that is what autograd saves, in place of the bf16 input. Except with ``delayed``, Megatron lets linear_proj save its
-bf16 input, which attention saves anyway (``core/transformer/attention.py``), and quantize it again in backward. Norms,
-attention, the activation function, residuals and the output layer compute in bf16 and save bf16.
+layers quantize three tensors, each in a layout for each direction: their input, their weight, their output's gradient.
+Autograd saves the input in the layout of backward, in place of bf16. Except with ``delayed``, linear_proj saves its
+bf16 input, which attention saves anyway, and quantizes it again (Megatron's ``core/transformer/attention.py``). Norms,
+attention, activation function, residuals and the output layer stay in bf16.
 """
 
 from __future__ import annotations
@@ -19,20 +18,17 @@ from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.forecast.gpus import GPUS, Gpu
 from megatron.swap.forecast.states import States
 
-RECIPES = ("tensorwise", "delayed", "blockwise")
-"""The FP8 recipes that the formulas cover."""
-NUM_READS = {"tensorwise": 2, "delayed": 1, "blockwise": 1}
-"""How often quantization reads its input. ``tensorwise`` reads it once more, for the scale."""
-KEEP_CONTEXT = ("tensorwise", "blockwise")
-"""Recipes with which linear_proj saves its input in bf16."""
-BLOCK = 128
-"""Values with a scale of their own, in fp32, under the recipe ``blockwise``."""
+RECIPES = ("tensorwise", "delayed", "blockwise")  # the FP8 recipes that the formulas cover
+NUM_READS = {"tensorwise": 2, "delayed": 1, "blockwise": 1}  # of quantization's input; a read more for the scale
+KEEP_CONTEXT = ("tensorwise", "blockwise")  # recipes with which linear_proj saves its input in bf16
+BLOCK = 128  # values with a scale of their own, in fp32, under the recipe ``blockwise``
 SPEEDS = {"blockwise": (0.88, 0.80)}
-"""Speed of products in forward and in backward, relative to ``Gpu.fp8_tflops``; others: 1. Fitted to the unswapped runs
-of two shapes on one H200 (docs/results/h200-fp8.jsonl)."""
+"""Speed of products in forward and in backward, relative to ``Gpu.fp8_tflops``; others: 1.
+
+Fitted to the unswapped runs of two shapes on one H200 (docs/results/h200-fp8.jsonl).
+"""
 PROJ = "self_attention.linear_proj"
-RESIDUAL_SECTION = "residual"
-"""The section that runs linear_proj again, for the sum that the second norm reads."""
+RESIDUAL_SECTION = "residual"  # runs linear_proj again, for the sum that the second norm reads
 RECOMPUTE_INPUTS = {
     "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
     f"{PROJ}/0": (f"{FUSED}/3",),
@@ -40,22 +36,18 @@ RECOMPUTE_INPUTS = {
     "mlp.linear_fc2/0": ("mlp/0",),
     "mlp/0": ("mlp.linear_fc1/0",),
 }
-"""Sites of an FP8 layer that can be recomputed alone, and the sites it takes. All but linear_fc1's output are quantized
-again."""
-ONLY_QUANTIZED = frozenset({f"{PROJ}/0"})
-"""Quantized sites without a kernel before the quantization: what they are made from is saved in bf16."""
+"""Sites of an FP8 layer that can be recomputed alone, and their inputs. All but linear_fc1's output are quantized
+again.
+"""
+ONLY_QUANTIZED = frozenset({f"{PROJ}/0"})  # quantized sites that are made from a bf16 tensor that is saved
 OF_LINEARS = frozenset({"mlp/0", "qkv", RESIDUAL_SECTION})
-"""Sites and sections that run a linear layer again. With ``delayed`` the engine refuses that, since it would write the
-next scales."""
+"""Sites and sections that run a linear layer again: not with ``delayed``, which would write the next scales."""
 _ALL = frozenset({*RECOMPUTE_INPUTS, "qkv", RESIDUAL_SECTION, LAYER_SECTION})
 RECOMPUTED = {recipe: _ALL - OF_LINEARS if recipe == "delayed" else _ALL for recipe in RECIPES}
-"""The sites of ``RECOMPUTE_INPUTS``, and the sections, that the engine can recompute with each recipe. Block scales
-are kept or swapped."""
+"""The sites of ``RECOMPUTE_INPUTS``, and the sections, that the engine can recompute with each recipe."""
 OF_ONE_SCALE = frozenset({"self_attention.linear_qkv/1", "mlp.linear_fc1/1"})
-"""Inputs of column-parallel layers. With ``tensorwise`` and sequence parallelism ranks agree on their scale, and the
-engine does not recompute them."""
-BF16, FP32 = 2, 4
-"""Bytes of one value."""
+"""Inputs of column-parallel layers: ranks agree on their scale with ``tensorwise`` and sequence parallelism."""
+BF16, FP32 = 2, 4  # bytes of a value
 
 
 def recomputed(model: Model) -> frozenset[str]:
@@ -85,7 +77,7 @@ def check_gpu(model: Model, gpu: Gpu) -> None:
 
 
 def check_fp8_weights(facts: MegatronFacts) -> None:
-    """Refuse ``--swap-fp8-weights recompute`` where there are no copies to drop, or other bits would come of it.
+    """Refuse ``--swap-fp8-weights recompute`` where there are no copies to drop, or bits would change.
 
     Raises:
         UsageError: names the flag that is missing, or that is in the way.
@@ -95,7 +87,7 @@ def check_fp8_weights(facts: MegatronFacts) -> None:
 
 
 def why_copies_stay(facts: MegatronFacts) -> str | None:
-    """Return why linear layers must keep copies of their weights in FP8, or have none; ``None``: they may drop them."""
+    """Return why linear layers must keep copies of their weights in FP8, or have none. None: they may drop them."""
     recipe, is_fused = facts.fp8_recipe, facts.use_transformer_engine_op_fuser
     fused = "cannot be combined with --use-transformer-engine-op-fuser: its layers keep copies. Drop one of the two."
     alone = "the weights themselves are in 8 bits there. Drop one of the two."
@@ -122,11 +114,11 @@ def saved_sites(
     """Return the sites of a linear layer, in the order in which it saves them, and their bytes.
 
     Args:
-        quantized: bytes of the input that is quantized, in bf16. Its scales follow it. They are a site of their own
-            under ``blockwise``; one scale for a whole tensor is too small to count.
+        quantized: bytes of the quantized input, in bf16.
         norm_input: bytes of the norm's input, which a layer with a norm saves first, in bf16.
     """
     num_values = quantized / BF16
+    # Block scales are a site of their own. A single scale for a whole tensor is too small to count.
     sizes = [num_values, FP32 * num_values / BLOCK] if recipe == "blockwise" else [num_values]
     if norm_input is not None:
         sizes.insert(0, norm_input)
@@ -134,29 +126,21 @@ def saved_sites(
 
 
 def linear_params(model: Model) -> float:
-    """Return the weights of one layer's linear layers, over all ranks."""
+    """Return the weights of a layer's linear layers, over all ranks."""
     head = model.head_size or model.hidden_size // model.num_attention_heads
     attention = head * (2 * model.num_attention_heads + 2 * model.num_query_groups)
     return model.hidden_size * (attention + model.ffn_hidden_size * (3 if model.gated else 2))
 
 
 def fp8_params(model: Model, layers: tuple[int, ...]) -> float:
-    """Return the weights of which one rank of a pipeline stage keeps copies in FP8, or has them in FP8 alone.
-
-    Args:
-        layers: those of the stage.
-    """
+    """Return the weights of a pipeline stage's ``layers`` that a rank has in FP8, as copies or alone."""
     if model.fp8_recipe is None or not model.keeps_fp8_weights:
         return 0.0
     return linear_params(model) * len(set(layers) - set(model.bf16_layers)) / model.tensor_parallel
 
 
 def with_fp8_weights(states: States, gpu: Gpu, num_fp8: float, num_params: float) -> States:
-    """Return ``states`` with the FP8 copies of weights, which a step keeps, and with the transposes of moments in FP8.
-
-    Args:
-        num_fp8: weights of linear layers in FP8, of ``num_params`` weights.
-    """
+    """Return ``states`` with FP8 copies of ``num_fp8`` of ``num_params`` weights, and transposes of moments in FP8."""
     saved = states.weight_bytes if states.has_fp8_weights else 0
     fp8_bytes = (gpu.num_fp8_layouts - saved) * num_fp8 / num_params
     transpose_bytes = states.num_fp8_moments * (gpu.num_fp8_layouts - 1)

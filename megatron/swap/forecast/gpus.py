@@ -25,36 +25,30 @@ class Gpu:
     cuda_name: str  # the device name that CUDA reports
     is_link_shared: bool = True  # the GPUs of a host share what the host can copy
     fp8_tflops: float = 0.0  # TFLOP/s of linear layers in FP8; 0: it has no FP8
-    fp8_recipes: tuple[str, ...] = ()
-    """Recipes that TransformerEngine supports on it and that ``forecast/fp8.py`` covers."""
+    fp8_recipes: tuple[str, ...] = ()  # that TransformerEngine supports on it and ``forecast/fp8.py`` covers
     num_fp8_layouts: int = 2  # copies of an FP8 weight: 2 where a product needs its transpose, too
-    flash_speeds: tuple[float, float] = (1.0, 1.0)
-    """Speed of flash-attn relative to cuDNN's attention, in forward and in backward."""
-    own_flash_speeds: tuple[float, float] = (1.0, 1.0)  # the same of PyTorch's own flash attention, flash-attn 2
+    flash_speeds: tuple[float, float] = (1.0, 1.0)  # flash-attn over cuDNN's attention, in forward and in backward
+    own_flash_speeds: tuple[float, float] = (1.0, 1.0)  # of PyTorch's own flash attention, flash-attn 2
 
     def for_width(self, hidden_size: int) -> Gpu:
-        """Return this GPU with the speed of linear layers that it has at this hidden size.
-
-        Products over fewer than ``WIDE`` values do not fill its units. The form is that of a fixed cost beside each
-        product; its size was fitted to one unswapped run, of 2,048 (docs/results/h200-plan-points.json). Beside a
-        product in FP8, which takes half the time, the same cost counts twice.
-        """
+        """Return this GPU with the speed of linear layers that it has at this hidden size."""
+        # Products over fewer than ``WIDE`` values do not fill the units. The form is that of a fixed cost beside each
+        # product, fitted to one unswapped run of 2,048 (docs/results/h200-plan-points.json).
         width = min(hidden_size, WIDE)
 
         def slower(cost: int) -> float:
             return width / (width + cost) * (WIDE + cost) / WIDE
 
         return replace(
+            # Beside a product in FP8, which takes half the time, the same cost counts twice.
             self, tflops=self.tflops * slower(NARROW), fp8_tflops=self.fp8_tflops * slower(int(FP8_SPEED * NARROW))
         )
 
     def beside(self, per_host: int) -> Gpu:
-        """Return this GPU with the link speeds that it has while ``per_host`` GPUs of one host copy, itself included.
-
-        A number between those that were measured counts as the next larger one; beyond 8, speed falls in proportion.
-        """
+        """Return this GPU with the link speeds that it has while ``per_host`` GPUs of a host copy, itself included."""
         if per_host == 1 or not self.is_link_shared:
             return self
+        # Numbers between those measured count as the next larger; beyond 8, speed falls in proportion.
         nearest = next((num for num in SHARED_GB_S if num >= per_host), MAX_PER_HOST)
         shared = (gb_s * nearest / max(per_host, nearest) for gb_s in SHARED_GB_S[nearest])
         one_way, both_ways = shared
@@ -67,24 +61,30 @@ class Gpu:
 WIDE, NARROW = 4096, 560
 """The hidden size from which on linear layers are fastest, and the cost of each product beside it, in the same unit."""
 TFLOPS, ATTENTION, BANDWIDTH, OPTIMIZER, LINK, BOTH_WAYS = 0.6, 0.52, 0.7, 0.48, 0.85, 0.88
-"""Fractions of a data sheet's figures that training is assumed to reach: of its dense bf16 TFLOP/s in linear layers and
-in attention, of its memory bandwidth in elementwise kernels and in the optimizer, of its link in one direction, and of
-that in each of both directions. An H200 reached 0.69, 0.59, 0.71, 0.48, 0.88 and 0.89."""
+"""Fractions of a data sheet's figures that training is assumed to reach.
+
+Of its dense bf16 TFLOP/s in linear layers and in attention, of its memory bandwidth in elementwise kernels and in the
+optimizer, of its link in one direction, and of that in each of both. An H200 reached 0.69, 0.59, 0.71, 0.48, 0.88,
+0.89.
+"""
 
 
 FP8_SPEED = 2
-"""Dense FP8 TFLOP/s over dense bf16 TFLOP/s in the data sheet of every GPU of the table that has FP8 (H100 and H200:
-1,979 and 989). Linear layers are assumed to reach the same fraction of both; on an H200 they reached 0.63 and 0.69."""
+"""Dense FP8 TFLOP/s over dense bf16 TFLOP/s in all data sheets (H100 and H200: 1,979 and 989).
+
+Linear layers are assumed to reach the same fraction of both; on an H200 they reached 0.63 and 0.69.
+"""
 ADA: tuple[str, ...] = ("tensorwise", "delayed")
 HOPPER: tuple[str, ...] = (*ADA, "blockwise")
-"""FP8 recipes by generation (TransformerEngine 2.20.2). Blackwell computes ``blockwise`` by another format, MXFP8, so
-it is not covered there."""
+"""FP8 recipes by generation (TransformerEngine 2.20.2). Blackwell computes ``blockwise`` by another format, MXFP8."""
 FLASH_4 = (1.09, 1.145)
-"""``flash_speeds`` of flash-attn 4 on Hopper. One H200, TransformerEngine 2.20.2, 128k tokens, 32 heads of 128, 8
-groups; 1.02 and 1.135 at 32k (docs/results/h200-attention.json)."""
+"""``flash_speeds`` of flash-attn 4 on Hopper: one H200, TransformerEngine 2.20.2, 128k tokens, 32 heads of 128, 8
+groups; 1.02 and 1.135 at 32k (docs/results/h200-attention.json).
+"""
 FLASH_2 = (0.53, 0.57)
-"""``own_flash_speeds`` on Hopper. One H200, 8k and 16k tokens: 306 to 321 TFLOP/s in forward and 285 to 292 in
-backward, half of the products counted; 267 and 262 at 4k (docs/results/h200-trainer.json)."""
+"""``own_flash_speeds`` on Hopper: one H200, 8k and 16k tokens, 306 to 321 TFLOP/s in forward and 285 to 292 in
+backward, half of the products counted; 267 and 262 at 4k (docs/results/h200-trainer.json).
+"""
 
 
 def _sheet(
@@ -102,12 +102,11 @@ def _sheet(
     )  # fmt: skip
 
 
-PCIE4, PCIE5 = 31.5, 63.0
-"""GB/s of 16 lanes in one direction."""
+PCIE4, PCIE5 = 31.5, 63.0  # GB/s of 16 lanes in one direction
 C2C = 225.0
-"""GB/s of a GB200's NVLink-C2C in one direction and for each of its two GPUs: 900 GB/s for both directions and both
-GPUs together (NVIDIA GB200 NVL72 data sheet). Both directions at once are limited by the processor's memory, 512 GB/s
-for the two GPUs: 128 GB/s each way."""
+"""GB/s of a GB200's NVLink-C2C in one direction and for each of its two GPUs (NVIDIA GB200 NVL72 data sheet: 900 GB/s
+for both directions and both GPUs). Both directions at once are limited by the processor's memory to 128 GB/s each way.
+"""
 
 GPUS = {
     "h200": Gpu("NVIDIA H200", 681, 588, 3400, 2300, 139.8, 55.3, 49, "measured on one H200 (docs/results)", 989,
@@ -134,23 +133,24 @@ fp32 accumulation). Memory is what CUDA reports, less than the size in a GPU's n
 """
 
 SHARED_GB_S = {2: (32.0, 32.0), 4: (17.0, 17.0), 8: (17.0, 10.0)}
-"""GB/s of each GPU in one direction, and in each of both, while 2, 4 and 8 GPUs of one H200 host copy at once, by the
-slowest GPU. Measured: 32 and 17 both ways with 2 and 4; with 8, 10 to 14 both ways, and 17 to 30 in one direction. One
-direction alone was not measured with 2 and 4: it is taken for as fast as both."""
+"""GB/s of each GPU in one direction, and in each of both, while 2, 4 and 8 GPUs of an H200 host copy at once.
+
+By the slowest GPU: 32 and 17 both ways with 2 and 4; with 8, 10 to 14 both ways, and 17 to 30 in one direction. One
+direction alone was not measured with 2 and 4: it is taken for as fast as both.
+"""
 MAX_PER_HOST = max(SHARED_GB_S)
-GB_S_PER_TFLOPS = 3.4
-"""Memory bandwidth over dense bf16 TFLOP/s of an H100, assumed for a GPU that is described by three numbers."""
+GB_S_PER_TFLOPS = 3.4  # memory bandwidth over dense bf16 TFLOP/s of an H100, for a GPU described by three numbers
 CUSTOM = "custom:"
 CUSTOM_SYNTAX = f"{CUSTOM}MEMORY,TFLOPS,LINK"
 
 
 def gpu_of(cuda_name: str) -> Gpu | None:
-    """Return the GPU with CUDA's name ``cuda_name``; ``None``: it is not in the table."""
+    """Return the GPU with CUDA's name ``cuda_name``, or None if it is not in the table."""
     return next((gpu for gpu in GPUS.values() if gpu.cuda_name == cuda_name), None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with that name on the command line, in any case, or the one that ``custom:…`` describes.
+    """Return the GPU with that name on the command line, in any case, or the GPU that ``custom:…`` describes.
 
     Raises:
         UsageError: the name is unknown, or the description is no three numbers above 0.

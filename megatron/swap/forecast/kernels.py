@@ -1,8 +1,7 @@
-"""The kernels of a dense layer: FLOPs, bytes, what each saves, and what recomputing that reads.
+"""The kernels of a dense layer: FLOPs, bytes, saved sites, and the inputs of recomputing them.
 
-The formulas are those of TransformerEngine layers (rotary positions, fused attention, linear layers in bf16 or FP8).
-In bf16, sites and sizes were checked against traces, and memory byte for byte against measured peaks
-(docs/dev/planner.md).
+The formulas are those of TransformerEngine layers (rotary positions, fused attention, linear layers in bf16 or FP8). In
+bf16, sites and sizes were checked against traces, and memory byte for byte against peaks (docs/dev/planner.md).
 """
 
 from __future__ import annotations
@@ -17,44 +16,34 @@ from megatron.swap.forecast.fp8 import RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS
 from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.forecast.mlp_chunks import MLP_CHUNKS, MOST_CHUNKS, mlp_chunks
 
-BYTES = 2
-"""Bytes of one bf16 value."""
-INPUT, FC1_INPUT = "self_attention.linear_qkv/0", "mlp.linear_fc1/0"
-"""Sites of the inputs of a layer's norms."""
+BYTES = 2  # bytes of a bf16 value
+INPUT, FC1_INPUT = "self_attention.linear_qkv/0", "mlp.linear_fc1/0"  # sites of the inputs of a layer's norms
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a layer's forward.
-
-    ``saves``: the sites that its backward needs, with sizes in bytes. ``reads``: needed sites that others have saved.
-    """
+    """A kernel of a layer's forward."""
 
     name: str
     flops: float
     num_bytes: float
-    saves: tuple[tuple[str, float], ...] = ()
-    reads: tuple[str, ...] = ()
-    backward_flops: float = 2.0
-    """FLOPs of backward relative to forward; ``backward_bytes`` likewise."""
+    saves: tuple[tuple[str, float], ...] = ()  # sites that its backward needs, with sizes in bytes
+    reads: tuple[str, ...] = ()  # needed sites that others have saved
+    backward_flops: float = 2.0  # relative to forward, as ``backward_bytes``
     backward_bytes: float = 2.0
-    gradients: float = 0.0
-    """Peak bytes of gradients during its backward."""
-    weight_gradient: float = 0.0
-    """Bytes of its weight's bf16 gradient, which is added to an fp32 buffer."""
+    gradients: float = 0.0  # peak bytes of gradients during its backward
+    weight_gradient: float = 0.0  # bytes of its weight's bf16 gradient, which is added to an fp32 buffer
     is_attention: bool = False
     is_flash: bool = False
     is_fp8: bool = False
-    speeds: tuple[float, float] = (1.0, 1.0)
-    """Parts of the GPU's TFLOP/s that forward and backward reach."""
-    quantized_bytes: float = 0.0
-    """Bytes that quantizing the input reads and writes in forward; ``gradient_quantized_bytes``: in backward."""
-    gradient_quantized_bytes: float = 0.0
+    speeds: tuple[float, float] = (1.0, 1.0)  # parts of the GPU's TFLOP/s that forward and backward reach
+    quantized_bytes: float = 0.0  # that quantization reads and writes in forward
+    gradient_quantized_bytes: float = 0.0  # the same in backward
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the tensors of one layer on one rank."""
+    """Bytes of the tensors of a layer on a rank."""
 
     hidden: float
     sharded: float
@@ -67,7 +56,6 @@ class Sizes:
 
 
 def sizes_of(model: Model) -> Sizes:
-    """Return the bytes of the tensors of one layer."""
     tokens = model.seq_length / model.context_parallel * model.micro_batch_size
     head = model.head_size or model.hidden_size // model.num_attention_heads
     tensor = model.tensor_parallel
@@ -150,7 +138,6 @@ def kernels(model: Model) -> list[Kernel]:
 
 
 def _mlp(model: Model, size: Sizes) -> list[Kernel]:
-    """Return the kernels of a layer's MLP."""
     hidden, chunks = size.hidden, mlp_chunks(model)
     per_byte, weights = 2 * model.hidden_size / BYTES, model.hidden_size / size.tokens  # as in ``kernels``
     both = weights * (size.fc1 + size.activation)
@@ -192,7 +179,7 @@ def backward_ms_of(step: Kernel, gpu: Gpu) -> float:
 
 
 def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
-    """Return the forward time of each kernel in ms. Kernels with one name are summed."""
+    """Return the forward time of each kernel in ms. Kernels of the same name are summed."""
     times: dict[str, float] = {}
     for step in kernels(model):
         times[step.name] = times.get(step.name, 0.0) + forward_ms_of(step, gpu)
@@ -200,11 +187,7 @@ def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
 
 
 def recompute_inputs(model: Model) -> dict[str, tuple[str, ...]]:
-    """Return the sites that one elementwise kernel or linear recomputes, and the sites that it reads.
-
-    Those may be recomputed too. With sequence parallelism linear layers do not run again, because they gather their
-    input from other ranks.
-    """
+    """Return the sites that an elementwise kernel or a linear layer recomputes, and the sites that it reads."""
     if model.fp8_recipe is not None:
         return _fp8_inputs(model)
     found: dict[str, tuple[str, ...]] = {"self_attention.linear_qkv/1": (INPUT,)}
@@ -226,6 +209,7 @@ def recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, f
     """
     times, bytes_per_ms = kernel_ms(model, gpu), gpu.memory_gb_s * 1e6
     chunks = mlp_chunks(model)
+    # With sequence parallelism linear layers do not run again: they gather their input from other ranks.
     costs = {} if model.sequence_parallel else {chunk.fc1: chunk.part * times["fc1"] for chunk in chunks}
     if model.fp8_recipe is None:
         norms = ["self_attention.linear_qkv/1", *(chunk.norm for chunk in chunks)]

@@ -1,7 +1,6 @@
 """The memory around the loss, and the number of chunks that ``--swap-loss-chunks auto`` takes.
 
-The number follows from the shape of the model and from flags, so that all ranks, and a run that resumes, add in one
-order.
+The number follows from the model's shape and from flags, so that all ranks, and a run that resumes, add in one order.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from megatron.swap.common.plan import Model
 from megatron.swap.common.settings import MOST_LOSS_CHUNKS
 from megatron.swap.common.types import LOSS_ROWS
 
-BYTES = 2
-"""Bytes of a logit."""
-FEWEST_TOKENS = 256
-"""Fewest tokens of a chunk that ``auto`` takes: matrix products of fewer do not fill a GPU."""
+BYTES = 2  # bytes of a logit
+FEWEST_TOKENS = 256  # of a chunk that ``auto`` takes: matrix products of fewer do not fill a GPU
 
 
 @dataclass(frozen=True)
 class LossBytes:
-    """Bytes around the loss of one micro-batch on one rank, beside what layers hold."""
+    """Bytes around the loss of a micro-batch on a rank, beside those of layers."""
 
     inputs: float  # the final norm's input and output, which are saved
     logits: float  # those that exist at a time
@@ -34,12 +31,12 @@ class LossBytes:
 
     @property
     def peak(self) -> float:
-        """The most of them at once, in forward or in backward."""
+        """The most at once, in forward or in backward."""
         return self.kept + max(self.rows, self.gradients)
 
 
 def num_tokens(model: Model) -> float:
-    """Return the tokens of a micro-batch on one rank, before sequence parallelism divides them."""
+    """Return the tokens of a micro-batch on a rank, before sequence parallelism divides them."""
     return model.seq_length / model.context_parallel * model.micro_batch_size
 
 
@@ -61,15 +58,14 @@ def loss_bytes(model: Model, num_chunks: int = 1, has_sum: bool = False) -> Loss
 
 
 def saved_bytes(model: Model, has_sum: bool = False) -> float:
-    """Return what ``choose_num_chunks`` takes from the peak at the loss."""
+    """Return how much ``choose_num_chunks`` takes from the peak at the loss."""
     return loss_bytes(model).peak - loss_bytes(model, choose_num_chunks(model, has_sum), has_sum).peak
 
 
 def choose_num_chunks(model: Model, has_sum: bool = False) -> int:
     """Return the fewest chunks with which the loss takes no more memory than a layer's MLP, or a chunk of it.
 
-    With them the loss does not set the peak of a step any more. 1: it does not set it as a whole, or chunks with a sum
-    (``has_sum``, as for ``loss_bytes``) take more.
+    1: the whole loss sets no peak, or chunks with a sum (``has_sum``, as for ``loss_bytes``) take more.
     """
     tokens = num_tokens(model)
     wide = model.ffn_hidden_size / model.tensor_parallel * (2 if model.gated else 1)

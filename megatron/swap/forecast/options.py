@@ -30,36 +30,29 @@ NOTHING, FULL, PLANNED, STATE, DISK = (
     "nothing", "full recomputation", "planned", "planned + optimizer state", "planned + optimizer state + disk",
 )  # fmt: skip
 """The options, the simplest first."""
-CHECKPOINTING = "checkpointing"
-"""Full recomputation by the model itself, where it is not Megatron's."""
+CHECKPOINTING = "checkpointing"  # full recomputation by the model itself, where it is not Megatron's
 FULL_FLAGS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-NEAR = 1.02
-"""A simpler option is preferred if its step takes at most this times the fastest one's."""
-WORTH = 0.995
-"""Copies of weights in FP8 are dropped if a step then takes at most this times as long."""
+NEAR = 1.02  # a simpler option is preferred if its step takes at most this times the fastest
+WORTH = 0.995  # FP8 copies of weights are dropped if a step then takes at most this times as long
 LAYERS_AHEAD = 20
-"""Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, and a layer's forward and backward launch about
-50 (docs/dev/planner.md)."""
+"""Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, a layer launches about 50 (docs/dev/planner.md).
+"""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train, with its prediction for a rank.
-
-    Attributes:
-        host_gib, disk_gib: offloaded activations and optimizer state.
-    """
+    """A way to train, with its prediction for a rank. Host and disk GiB are of activations and optimizer state."""
 
     name: str
-    flags: tuple[str, ...]  # what the training command gets for it, without the budget
+    flags: tuple[str, ...]  # of the training command, without the budget
     profile: Profile  # the step that the plan was made from
     device_gib: float  # the device's peak of reserved memory; if no plan fits, the smallest feasible budget
     host_gib: float
     disk_gib: float
     fits: bool
-    prediction: Prediction | None  # ``None``: no plan fits
-    solution: Solution | None = None  # ``None``: no plan fits, or the option needs no planner
-    states: States | None = None  # storage of weights, gradients and optimizer state; ``None``: a profile does not say
+    prediction: Prediction | None  # None: no plan fits
+    solution: Solution | None = None  # None: no plan fits, or the option needs no planner
+    states: States | None = None  # storage of weights, gradients and state; None: a profile does not say
 
     @property
     def needed_gib(self) -> float:
@@ -75,7 +68,7 @@ class Option:
 
     @property
     def predicted_profile(self) -> Profile:
-        """The step that the prediction is for: with its fragments and its fraction of optimizer state offloaded."""
+        """The predicted step: with its fragments and its fraction of optimizer state offloaded."""
         if self.solution is None and self.prediction is not None:
             more_gib = self.device_gib - self.prediction.peak_gib
             return replace(self.profile, allocator_gib=self.profile.fragments_gib + more_gib)
@@ -101,14 +94,14 @@ def of_training(
 ) -> list[Option]:  # fmt: skip
     """Return the options of a run that its flags describe, the simplest first.
 
-    ``--swap-optimizer`` among the flags says which fraction of optimizer state the last two options offload; without it
-    the planner decides. It also decides whether linear layers in FP8 keep copies of their weights, if no flag says it.
+    ``--swap-optimizer`` among the flags fixes the fraction of optimizer state that the last two options offload.
+    Without flags the planner decides, also whether linear layers in FP8 keep copies of their weights.
 
     Args:
         budget_gib: device memory that a step may reserve.
-        host_gib: host memory of the rank; ``None``: no limit, so that no disk is needed.
+        host_gib: host memory of the rank; None: no limit, so that no disk is needed.
         disk_dir: folder for the option with a disk.
-        link_gb_s: copies take place at this speed; ``None``: the GPU's.
+        link_gb_s: speed of copies; None: the GPU's.
 
     Raises:
         UsageError: the formulas do not cover the model, or a given fraction of the state exceeds host memory.
@@ -202,8 +195,8 @@ def of_dry_run(
     """Return the options of a model whose steps ran dry, the simplest first; the last one is planned.
 
     Args:
-        without_swapping: name, what a script gets for it, time of a step in ms, and reserved memory in GiB, of each way
-            to train without Megatron Swap. The first one is that of ``profile``.
+        without_swapping: name, calls of a script, ms of a step and reserved GiB of each way to train without Megatron
+            Swap. The first is that of ``profile``.
         reserved_of: returns the memory in GiB that steps under a plan reserve.
     """
     kept, (_, _, least_ms, _) = simulate(profile, empty_plan(profile)), without_swapping[0]
@@ -215,11 +208,7 @@ def of_dry_run(
 
 
 def _tried(profile: Profile, budget_gib: float, reserved_of: Callable[[Plan], float]) -> Option:
-    """Return the plan that a run with ``budget_gib`` would choose, with the memory that its steps reserve.
-
-    The profile has the fragments of one step, and each plan leaves others. As in a run, further plans are tried for
-    memory that one leaves free, each halfway to where none would be left, as long as they are expected to be faster.
-    """
+    """Return the plan that a run with ``budget_gib`` would choose, with the memory that its steps reserve."""
 
     def planned(reserve_gib: float | None) -> Option:
         return _planned(PLANNED, (), profile, budget_gib, profile.host_gib, None, reserve_gib=reserve_gib)
@@ -230,6 +219,8 @@ def _tried(profile: Profile, budget_gib: float, reserved_of: Callable[[Plan], fl
     chosen: Option | None = None
     chosen_gib, chosen_ms, too_high_gib, least_gib = 0.0, float("inf"), float("inf"), float("inf")
     num_wider = num_tighter = 0
+    # The profile has the fragments of a single step, and each plan leaves others. As in a run, further plans are tried
+    # for memory that a plan leaves free, halfway to its end, as long as they are expected to be faster.
     while option.prediction is not None and option.solution is not None:
         prediction, gib = option.prediction, reserved_of(option.solution.plan)
         predicted_gib, least_gib = prediction.peak_gib, min(least_gib, gib)
@@ -285,15 +276,13 @@ def without_planner(
 
 
 def _reserved_gib(profile: Profile, prediction: Prediction, gradients_gib: float) -> float:
-    """Return the device memory that the allocator reserves in a step of Megatron alone.
-
-    Megatron accumulates weight gradients on a side stream. The allocator reuses the memory of a gradient only when an
-    event has passed on the GPU (``megatron_lm/accumulators.py``), and the host is up to ``LAYERS_AHEAD`` layers ahead.
-    So gradients of earlier micro-batches add to the peak, and those of all micro-batches to the step's last backward.
-    """
+    """Return the device memory that the allocator reserves in a step of Megatron alone."""
     if not profile.layers:
         return prediction.peak_gib
     num_layers = sum(len(entry.layers) for entry in profile.layers)
+    # Megatron accumulates weight gradients on a side stream. The allocator reuses their memory only when an event has
+    # passed on the GPU (``megatron_lm/accumulators.py``), and the host is ahead. So gradients of earlier micro-batches
+    # add to the peak, and those of all micro-batches to the step's last backward.
     ahead = LAYERS_AHEAD / num_layers
     last_mib = max(
         entry.saved_mib + max((mib for _, mib in entry.temporaries), default=0.0) for entry in profile.layers
@@ -329,7 +318,7 @@ def _planned(
 
 
 def _faster(option: Option, without: Option) -> Option:
-    """Return ``option``, or the same ``without`` copies of weights in FP8 if that is worth it, or alone fits."""
+    """Return ``option``, or the same ``without`` FP8 copies of weights if that is worth it, or alone fits."""
     without = replace(without, flags=(*without.flags, "--swap-fp8-weights", DROPPED))
     if option.prediction is None or without.prediction is None:
         return without if without.fits or (not option.fits and without.needed_gib < option.needed_gib) else option
@@ -337,14 +326,14 @@ def _faster(option: Option, without: Option) -> Option:
 
 
 def _at_least(option: Option, simpler: Option) -> Option:
-    """Return ``option``, or what ``simpler`` does if only that fits or if it needs less: ``option`` may do the same."""
+    """Return ``option``, or ``simpler`` under its name if that alone fits or needs less."""
     if option.fits or not (simpler.fits or simpler.needed_gib < option.needed_gib):
         return option
     return replace(simpler, name=option.name, flags=option.flags)
 
 
 def best(found: Sequence[Option], is_disk_given: bool = False) -> Option | None:
-    """Return the fastest option that fits, or a simpler one that is nearly as fast; ``None``: none fits.
+    """Return the fastest option that fits, or a simpler one that is nearly as fast, or None.
 
     Args:
         is_disk_given: the run has a disk. Without it a disk is chosen only if nothing else fits.

@@ -44,10 +44,8 @@ from megatron.swap.planner.profile import (
     SiteProfile,
 )
 
-WORKSPACE_GIB = 0.096
-"""Measured memory of libraries besides weights, gradients and optimizer state."""
-OPTIMIZER_BYTES_PER_PARAM = 38
-"""Bytes per parameter that an Adam step, the gradient norm and clearing gradients read and write."""
+WORKSPACE_GIB = 0.096  # measured memory of libraries besides weights, gradients and optimizer state
+OPTIMIZER_BYTES_PER_PARAM = 38  # read and written by an Adam step, the gradient norm and clearing gradients
 
 
 def layer_class(
@@ -100,11 +98,7 @@ def layer_class(
 def _sections(
     model: Model, gpu: Gpu, sites: tuple[SiteProfile, ...], peak_mib: float, has_dropout: bool
 ) -> tuple[Section, ...]:
-    """Return the section ``layer`` and, where the engine recomputes them, ``qkv`` and ``residual``.
-
-    The output of linear_qkv is not saved itself: the rotary embedding and a copy turn it into three sites. They are
-    recomputed together. Neither is linear_proj's, which the sum behind attention needs.
-    """
+    """Return the section ``layer`` and, where the engine recomputes them, ``qkv`` and ``residual``."""
     times, mib = kernel_ms(model, gpu), {site.site: site.mib for site in sites}
     names = list(mib)
     found = [Section(LAYER_SECTION, tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)]
@@ -113,6 +107,7 @@ def _sections(
         reads = INPUT, f"{attention_path(model)}/3"
         found.insert(0, Section(RESIDUAL_SECTION, (FC1_INPUT,), reads, again_ms, mib[FC1_INPUT]))
     if not model.sequence_parallel:
+        # The output of linear_qkv is not saved: the rotary embedding and a copy turn it into three sites.
         qkv = tuple(f"{attention_path(model)}/{i}" for i in range(3))
         again_ms = times["qkv"] + times["rotary"]
         found.insert(0, Section("qkv", qkv, (names[0],), again_ms, sum(mib[site] for site in qkv)))
@@ -136,13 +131,13 @@ def chunks_of(model: Model, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def num_params(model: Model, tied: bool) -> tuple[float, float]:
-    """Return the parameters of one layer, and those of embedding, final norm and output layer, over all ranks."""
+    """Return the parameters of a layer, and those of embedding, final norm and output layer, over all ranks."""
     wide = model.hidden_size
     return linear_params(model) + 2 * wide, wide * model.padded_vocab_size * (1 if tied else 2) + wide
 
 
 def params_of_rank(model: Model, tied: bool, pipeline_rank: int = 0) -> float:
-    """Return the parameters of one rank of a pipeline stage."""
+    """Return the parameters of a rank of a pipeline stage."""
     stages = model.pipeline_parallel
     of_layer, of_ends = num_params(model, tied)
     has_ends = (pipeline_rank == 0) + (pipeline_rank == stages - 1)
@@ -151,10 +146,8 @@ def params_of_rank(model: Model, tied: bool, pipeline_rank: int = 0) -> float:
 
 
 def gradient_stand_ins_gib(model: Model, states: States, has_loss: bool) -> float:
-    """Return the tensors that autograd gets as weight gradients where layers add to ``main_grad`` themselves.
-
-    TransformerEngine and Megatron (``get_dummy_wgrad``) keep one for each shape of a linear layer's weight.
-    """
+    """Return the tensors that autograd gets as weight gradients where layers add to ``main_grad`` themselves."""
+    # TransformerEngine and Megatron (``get_dummy_wgrad``) keep one for each shape of a linear layer's weight.
     of_output = model.hidden_size * model.padded_vocab_size if has_loss else 0
     return states.weight_bytes * (linear_params(model) + of_output) / model.tensor_parallel / GIB
 
@@ -170,7 +163,7 @@ def shape_profile(
     Args:
         tied: whether embedding and output layer share their weights.
         states: storage of weights, gradients and optimizer state.
-        host_gib: limit of host memory for activations; ``None``: no limit.
+        host_gib: limit of host memory for activations; None: no limit.
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
         loss_chunks, has_sum_in_loss: chunks of the sequence in which output layer and loss run; ``loss_bytes``.
         fuses_gradients: layers add to ``main_grad`` themselves.
@@ -235,10 +228,6 @@ def _non_layer(
 ) -> NonLayer:  # fmt: skip
     """Return the figures of final norm, logits and the chunked cross entropy (``cross_entropy.py``).
 
-    The cross entropy saves the logits. The embedding saves the token numbers, which the batch holds anyway. The output
-    layer saves the final norm's output, which the model's frames hold until forward ends. Backward
-    computes the logits of all chunks but one again.
-
     Args:
         loss_chunks: 0: the loss is on another rank.
     """
@@ -249,10 +238,12 @@ def _non_layer(
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
         held = loss_bytes(model, loss_chunks, has_sum_in_loss)
         entropy_ms, gradient_ms = 12 * logits / (gpu.memory_gb_s * 1e6), 4 * logits / (gpu.memory_gb_s * 1e6)
+        # Backward computes the logits of all chunks but one again.
         again_ms = flops * (loss_chunks - 1) / loss_chunks
         loss_ms = 3 * flops + entropy_ms + gradient_ms + again_ms
         sites = [
             NonLayerSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),
+            # The output layer saves the final norm's output, which the model's frames hold until forward ends.
             NonLayerSite("output_layer/0", size.sharded / MIB, entropy_ms + gradient_ms + again_ms, "held"),
             NonLayerSite("loss/0", held.logits / MIB, 0.0),
         ]
@@ -264,6 +255,7 @@ def _non_layer(
             peak_gib=held.peak / GIB,
         )
     if has_input:
+        # The embedding saves the token numbers, which the batch holds anyway.
         sites.insert(0, NonLayerSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
     return replace(non_layer, sites=tuple(sites))
 

@@ -12,21 +12,19 @@ from megatron.swap.forecast.options import Option
 class Decision:
     """The option for all planned stages, with the options of the stage that decides."""
 
-    rank: int  # the stage that the chosen option does not fit, else the slower one
+    rank: int  # the stage that the chosen option does not fit, or the slower stage
     found: Sequence[Option]  # the options of that stage
-    chosen: Option | None  # one of ``found`` that fits every planned stage; ``None``: none does
+    chosen: Option | None  # one of ``found`` that fits every planned stage, or None
     least: Option  # the option with the smallest budget that is enough for every planned stage
     unfit: Mapping[str, int] = field(default_factory=dict)
     """Name of an option that fits this stage → another stage that it does not fit."""
 
 
 def planned_ranks(num_stages: int, rank: int | None, is_saved: bool) -> tuple[int, ...]:
-    """Return the stages to plan: ``rank`` if it is given, one for a plan file, else the first and the last.
-
-    Stages between them hold no more micro-batches than the first, and neither embedding nor loss.
-    """
+    """Return the stages to plan: ``rank`` if it is given, one for a plan file, else the first and the last."""
     if rank is not None or is_saved:
         return (rank or 0,)
+    # Stages between them hold no more micro-batches than the first, and neither embedding nor loss.
     return tuple(sorted({0, num_stages - 1}))
 
 
@@ -37,7 +35,7 @@ def decide(
 
     Args:
         found: the options of each planned stage; all stages have the first option.
-        choose: returns the best of some options; ``None``: none fits.
+        choose: returns the best of some options, or None.
     """
     worst = list(_worst(found))
     chosen = choose([option for _, option in worst])

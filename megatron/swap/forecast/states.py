@@ -8,14 +8,15 @@ from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffe
 from megatron.swap.common.types import GIB
 from megatron.swap.planner.profile import BUCKET_BYTES, BUCKETS_GIB
 
+# to write and read offloaded state at 1.2 and 2.2 GB/s: a local disk with direct access
 DISK_MS_PER_GIB = GIB / 1e6 * (1 / 1.2 + 1 / 2.2)
-"""Time to write and read a GiB of offloaded state, if no run measured the disk: 1.2 and 2.2 GB/s, the speeds of one
-local disk with direct access."""
 TYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
-"""Bytes of one value, by the words of training flags and by the types that Megatron makes of them."""
+"""Bytes of a value, by the words of training flags and by the types that Megatron makes of them."""
 STATE_HOST_FRACTION = 0.9
-"""Maximum fraction of host memory for optimizer state, if the planner decides how much is offloaded. It is high because
-activations can be recomputed instead, so that the largest models need host memory for their state."""
+"""Most of host memory for optimizer state, if the planner decides how much is offloaded.
+
+Activations can be recomputed instead, so that the largest models need host memory for their state.
+"""
 
 
 def type_bytes(given: object) -> int:
@@ -26,9 +27,9 @@ def type_bytes(given: object) -> int:
 def max_state_before_disk(host: float, disk: float) -> float:
     """Return how much of ``host`` memory optimizer state may take, in the unit of ``host`` and ``disk``.
 
-    It is decided before the size of activations is known. Without a disk (0) it is all. With a disk it is half, so that
-    activations need not use the disk in every micro-batch, or more if half and the disk would hold less than ``host``.
+    The decision comes before the size of activations is known. ``disk``: 0 if there is none.
     """
+    # Half, so that activations need not use the disk in every micro-batch, unless half and disk hold too little.
     return max(host / 2, host - disk) if disk else host
 
 
@@ -38,7 +39,7 @@ def max_offloaded_state_gib(host_gib: float, disk_gib: float) -> float:
 
 
 def bucket_bytes_before_disk(host_bytes: int) -> int:
-    """Return the size of a bucket if state is on disk: the disk's buffers are part of ``host_bytes`` of host memory."""
+    """Return the size of a bucket if state is on disk, whose buffers are part of ``host_bytes`` of host memory."""
     return disk_buffer_bytes(host_bytes, BUCKET_BYTES)
 
 
@@ -76,10 +77,11 @@ def split_before_disk(offloaded_gib: float, host_gib: float, activations_gib: fl
 class States:
     """Storage of weights, gradients and optimizer state."""
 
-    gradient_bytes: int = 4  # bytes of one gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that
+    gradient_bytes: int = 4  # of a gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that
     state_bytes: int = 12
-    """Bytes of one parameter's fp32 main value and two moments. TransformerEngine's precision-aware optimizer stores
-    only the 16 bits of the main value that the bf16 weight lacks."""
+    """Of a parameter's fp32 main value and two moments. TransformerEngine's precision-aware optimizer stores only the
+    16 bits of the main value that the bf16 weight lacks.
+    """
     num_shards: int = 1  # number of ranks that share the state
     offload_fraction: float = 0.0  # fraction of the state that is offloaded to host memory (``--swap-optimizer``)
     is_auto: bool = False  # the planner decides how much is offloaded, at most ``offload_fraction``
@@ -87,47 +89,48 @@ class States:
     has_fp8_weights: bool = False  # linear layers in FP8 have no weights in bf16 (``--fp8-param-gather``)
     fp8_bytes: float = 0.0  # bytes that FP8 adds to the average weight of a rank; below 0 if it saves some
     copied_gradient_bytes: int = 0
-    """Bytes of the copy of one gradient that the optimizer makes for its step: 4 if gradients are in 16 bits and
-    Megatron copies them (``_copy_model_grads_to_main_grads``)."""
+    """Of the copy of a gradient that the optimizer makes for its step: 4 if gradients are in 16 bits and Megatron
+    copies them (``_copy_model_grads_to_main_grads``).
+    """
     num_fp8_moments: int = 0  # moments of a parameter that are in 8 bits
     transpose_bytes: int = 0
-    """Bytes of their transposes on this GPU. TransformerEngine keeps them with the moments; ``--swap-optimizer`` drops
-    them (``optimizer/wrapped.py``)."""
+    """Of their transposes on this GPU, which TransformerEngine keeps and ``--swap-optimizer`` drops
+    (``optimizer/wrapped.py``).
+    """
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of one parameter with gradient and state on all tiers and ranks together."""
+        """Bytes of a parameter with gradient and state on all tiers and ranks together."""
         return self.weight_bytes + self.gradient_bytes + self.state_bytes
 
     def weights_gib(self, num_params: float) -> float:
-        """Return the weights of ``num_params`` parameters on a rank, in GiB."""
         return num_params * (self.weight_bytes + self.fp8_bytes) / GIB
 
     def gradients_gib(self, num_params: float) -> float:
         return num_params * self.gradient_bytes / GIB
 
     def optimizer_gib(self, num_params: float) -> float:
-        """Return the memory of the optimizer's step besides ``device_gib``, once no activations are held, in GiB."""
+        """Return the GiB of the optimizer's step besides ``device_gib``, once no activations are held."""
         copies_gib = num_params * self.copied_gradient_bytes / self.num_shards / GIB
         return copies_gib + (BUCKETS_GIB if self.offload_fraction else 0.0)
 
     def state_gib(self, num_params: float) -> float:
-        """Return this rank's optimizer state on all tiers together, in GiB."""
+        """Return the GiB of this rank's optimizer state on all tiers together."""
         return num_params * self.state_bytes / self.num_shards / GIB
 
     def offloaded_gib(self, num_params: float) -> float:
-        """Return this rank's offloaded state in host memory and on disk, in GiB."""
+        """Return the GiB of this rank's offloaded state in host memory and on disk."""
         return self.offload_fraction * self.state_gib(num_params)
 
     def device_gib(self, num_params: float) -> float:
-        """Return weights, gradients and the state that is not offloaded, in GiB."""
+        """Return the GiB of weights, gradients and the state that is not offloaded."""
         return self.weights_gib(num_params) + self.gradients_gib(num_params) + self.kept_gib(num_params)
 
     def kept_gib(self, num_params: float) -> float:
-        """Return the state that is not offloaded, in GiB."""
+        """Return the GiB of the state that is not offloaded."""
         transposes_gib = 0.0 if self.offload_fraction else num_params * self.transpose_bytes / self.num_shards / GIB
         return self.state_gib(num_params) - self.offloaded_gib(num_params) + transposes_gib
 
     def copy_ms(self, num_params: float, link_both_gb_s: float) -> float:
-        """Return the time to reload and offload the offloaded state once, in both directions at the same time."""
+        """Return the ms to reload and offload the offloaded state once, in both directions at the same time."""
         return self.offloaded_gib(num_params) * GIB / (link_both_gb_s * 1e6)

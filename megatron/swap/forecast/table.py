@@ -27,7 +27,7 @@ def memory_table(
     """Return the predicted memory of each kind on each tier at the device's peak.
 
     Args:
-        before_disk_gib: host memory of the rank; offloaded bytes beyond it go to disk. ``None``: there is no disk.
+        before_disk_gib: host memory of the rank; offloaded bytes beyond it go to disk. None: there is no disk.
         measured: memory of a run, in columns beside the predictions.
     """
     offloaded_gib = states.offloaded_gib(num_params)
@@ -68,7 +68,6 @@ def memory_table(
 
 
 def _sums(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the sum of each column."""
     return tuple(map(sum, zip(*rows, strict=True)))
 
 
@@ -90,7 +89,7 @@ def options_table(
     Args:
         tokens: those of a step.
         unfit: name of an option that fits → another pipeline stage that it does not fit.
-        planned_by: what makes a run plan.
+        planned_by: the flag or call with which a run plans.
     """
     table = [("option", "device GiB", "host GiB", "disk GiB", "tokens/s", "fits", "flags")]
     for one in found:

@@ -18,9 +18,6 @@ def with_link(profile: Profile, gb_s: float) -> Profile:
 def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_size: int | None = None) -> Profile:
     """Return ``profile`` for another sequence length or micro-batch size.
 
-    Bytes scale with the tokens. A layer's time scales with its FLOPs; those of attention grow with the square of the
-    sequence length.
-
     Raises:
         UsageError: a size is below 1.
     """
@@ -33,6 +30,8 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
     tokens = new.seq_length * new.micro_batch_size / (old.seq_length * old.micro_batch_size)
     # Only ratios are used, so an H200 stands in for devices that are not in the table.
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == profile.device.name), GPUS["h200"])
+    # Bytes scale with the tokens. A layer's time scales with its FLOPs, and those of attention with the square of the
+    # sequence length.
     forward, backward = _ratios(profile, gpu, new.seq_length, new.micro_batch_size)
     return with_figures(replace(
         profile,

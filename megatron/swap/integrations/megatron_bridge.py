@@ -13,8 +13,6 @@ from megatron.swap.run.built import BuiltSwap, install
 class SwapCallback(Callback):
     """Swaps from the first training step to the last; for ``callbacks=[…]`` of Bridge's ``pretrain`` and ``finetune``.
 
-    Bridge calls ``on_train_start`` when the model is wrapped, the optimizer is built and the checkpoint is loaded.
-
     Args:
         settings: the arguments of ``swap.install`` but the model and the optimizer.
     """
@@ -30,6 +28,7 @@ class SwapCallback(Callback):
         Raises:
             UsageError, HostMemoryError, PatchError: as ``swap.install``, or Bridge reads offloaded optimizer state.
         """
+        # By now the model is wrapped, the optimizer is built and the checkpoint is loaded.
         config = context.state.cfg
         refuse_two_offloaders(self._settings, "logger.log_params_norm", config.logger.log_params_norm)
         refuse_two_offloaders(self._settings, "checkpoint.async_save", config.checkpoint.async_save)

@@ -17,11 +17,10 @@ def before_train_step(
 ) -> Callable[[Namespace, int, int, Sequence[nn.Module], Any, Any], None]:
     """Return a function for ``--custom-megatron-before-train-step-hook-path``: assign it to a name of your module.
 
-    slime has no hook behind a step, and generates between two steps. So a step ends where slime steps the optimizer.
-
     Args:
         settings: the arguments of ``swap.install`` but the model and the optimizer.
     """
+    # slime has no hook behind a step, and generates between two steps. So its optimizer's step ends a step.
     swapped: list[BuiltSwap] = []
 
     def hook(

@@ -1,4 +1,4 @@
-"""Refuse what a framework does with optimizer state between steps beside ours: there it is offloaded."""
+"""Refuse use of offloaded optimizer state by a framework between steps."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ from megatron.swap.run.built import BuiltSwap, install
 def register(**settings: Any) -> None:
     """Let verl's ``megatron`` backend swap on NVIDIA GPUs. Call it once, in a module that ``external_lib`` names.
 
-    verl prefers the engine of a vendor to that of all CUDA devices. Its own engines have no vendor.
-
     Args:
         settings: the arguments of ``swap.install`` but the model and the optimizer.
     """
@@ -23,6 +21,7 @@ def register(**settings: Any) -> None:
         ("language_model", MegatronEngineWithLMHead),
         ("value_model", MegatronEngineWithValueHead),
     ):
+        # verl prefers a vendor's engine to the engine of all CUDA devices. Its own engines have no vendor.
         registered = EngineRegistry.register(model_type=model_type, backend="megatron", device="cuda", vendor="nvidia")
         registered(swapping(engine, settings))
 

@@ -1,8 +1,7 @@
 """Copies of optimizer state between device, host memory and disk, on two copy streams of their own.
 
 State on disk passes through pinned buffers (`memory.staging`): the host waits for reads before it enqueues their
-copies,
-and never waits for writes.
+copies, and never waits for writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Speed of copies between device and host memory while all ranks of the run copy at once.
 
-Ranks of a host share memory and buses, so the speed of a single GPU says too little. All ranks time the same pattern
-at the same moment: copies out, copies in, both. A failure on one rank ends the benchmark on all ranks.
+Ranks of a host share memory and buses, so the speed of a single GPU says too little. All ranks time the same pattern at
+the same moment: copies out, copies in, both. A failure on one rank ends the benchmark on all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Counts the bytes that autograd holds on the device at once: an independent check, which knows nothing of swapping.
 
-A storage counts as held from its first pack or unpack until it is freed, so an offloaded storage stops counting.
-A storage counts as saved from its first pack until the graph lets go of all tensors saved on it. So saved bytes are
-those that autograd would hold without offloading.
+A storage counts as held from its first pack or unpack until it is freed, so an offloaded storage stops counting. A
+storage counts as saved from its first pack until the graph lets go of all tensors saved on it. So saved bytes are those
+that autograd would hold without offloading.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saved-tensor hooks beside those of the user.
 
-Autograd calls the innermost hooks alone. So hooks that are entered here hand each tensor to the user's hooks first,
-and pack their result.
+Autograd calls the innermost hooks alone. So hooks that are entered here hand each tensor to the user's hooks first, and
+pack their result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Memory report at the end of a run: bytes of each kind on each tier, counted from the tensors themselves.
 
-A storage counts once, for the first kind that has it: this applies to tied weights, views of a buffer, and storages
-that weights and optimizer share. An offloaded tensor counts on the tier that it is offloaded to, also while it is
-materialized for a checkpoint.
+A storage counts once, for the first kind that has it: tied weights, views of a buffer, storages that weights and
+optimizer share. An offloaded tensor counts on its tier, also while it is materialized for a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ def measure(
     optimizers: Sequence[torch.optim.Optimizer],
     offloaded: Sequence[OffloadedTensor] = (),
 ) -> list[MemoryRow]:
-    """Return one row for each kind of memory, in bytes of this rank.
+    """Return a row for each kind of memory, in bytes of this rank.
 
     Call it before the engine is taken off Megatron and before memory is freed. Device bytes of activations are the peak
     minus all other kinds; without a GPU they are the most bytes that autograd held. Buffers are host memory and disk
-    space reserved beyond what optimizer state takes and what activations took at their peak.
+    space reserved beyond the use of optimizer state, and of activations at their peak.
 
     Args:
         report: reserved bytes and peaks.
-        device: device whose memory counts.
-        chunks: chunks of the model.
         optimizers: optimizers of torch or TransformerEngine, inside Megatron's.
         offloaded: offloaded tensors of the optimizers.
     """

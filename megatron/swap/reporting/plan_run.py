@@ -15,7 +15,7 @@ from megatron.swap.reporting.site_log import SiteLog, merged, plan_of_run, unlik
 
 
 class PlanRun:
-    """Watches what is done with saved tensors, as long as a comparison or a file needs it.
+    """Watches the decisions about saved tensors, as long as a comparison or a file needs them.
 
     Args:
         settings: has the plan to compare with, or the file to save one to, or both.
@@ -34,7 +34,7 @@ class PlanRun:
             self._log.note(site, storage, decision)
 
     def step_ended(self) -> list[str]:
-        """Return lines for users: after the first step where the run differs from its plan; later none."""
+        """Return lines on differences between run and plan, after the first step alone."""
         self._num_steps += 1
         plan = self._settings.plan
         if self._num_steps > 1 or plan is None or self._log is None:
@@ -48,7 +48,7 @@ class PlanRun:
         """Save the plan if the settings ask for it. Call it on all ranks at the end of training; rank 0 writes.
 
         Returns:
-            A line for users if it cannot be written.
+            A line for users if the file cannot be written.
         """
         if self._settings.save_plan is None or self._log is None:
             return []

@@ -1,4 +1,4 @@
-"""Log of what was done with every saved tensor, to compare with a plan or to write as one."""
+"""Log of the decisions about every saved tensor, to compare with a plan or to write as a plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from megatron.swap.common.plan import ACTIONS, LAYER_SECTION, Model, Plan, PlanC
 from megatron.swap.common.types import MIB, Action, Site, format_bytes
 from megatron.swap.engine.decision import Decision
 
-STALE_FRACTION = 0.05
-"""A size that differs from the planned size by more than this fraction is reported."""
+STALE_FRACTION = 0.05  # relative difference from which on a size is reported as unlike its plan
 
-MAX_NAMED_SITES = 6
-"""Most sites that a line names; the others are only counted."""
+MAX_NAMED_SITES = 6  # sites that a line names; the others are only counted
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,9 @@ class SiteLog:
 
 
 def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[str]:
-    """Return lines for users that say where a run differs from what its plan was made for.
+    """Return lines for users on differences between a run and the measurements behind its plan.
 
     Args:
-        plan: the plan of the run.
         seen: log of at least one whole step. Layers without an entry are not compared.
         min_bytes: sites that the plan does not name are ignored below this size.
     """
@@ -82,7 +79,7 @@ def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[s
 
 
 def plan_of_run(model: Model, seen: Mapping[Site, Seen], plan: Plan | None) -> Plan:
-    """Return what a run did as a plan that repeats it.
+    """Return the decisions of a run as a plan that repeats them.
 
     Args:
         model: model that the plan is for.
@@ -116,7 +113,7 @@ def merged(logs: Iterable[Mapping[Site, Seen]]) -> dict[Site, Seen]:
 
 
 def _lines(what: str, sites: Mapping[str, list[int]]) -> list[str]:
-    """Return one line for each set of layers that the same sites concern."""
+    """Return a line for each set of layers that the same sites concern."""
     of_layers: dict[str, list[str]] = {}
     for name, layers in sites.items():
         of_layers.setdefault(format_ranges(layers), []).append(name)

@@ -14,31 +14,26 @@ from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.types import GIB, MemoryRow, Site, format_bytes, layer_positions
 from megatron.swap.engine.oom_guard import Rescue
 
-MANY_FRAGMENTS = 0.02
-"""Memory held beyond the peak in use, as a fraction of it, above which a hint is printed."""
+MANY_FRAGMENTS = 0.02  # memory held beyond the peak in use, as a fraction of it, above which a hint is printed
 FEW_FULL_STEPS = 2
 """Steps with a full device that need no hint: first uses and trials of plans may fill it for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One iteration of one rank, or the sum of several."""
+    """An iteration of a rank, or the sum of several."""
 
     iteration: int
     moved: Totals
-    loss: Any
-    """A number, or a tensor with one element; ``None`` on all pipeline stages but the last."""
+    loss: Any  # a number, or a tensor with one element; None on all pipeline stages but the last
     grad_norm: float | None
-    num_rescues: int = 0
-    """Allocations that failed at first and succeeded after saved tensors were evicted."""
-    rescued_bytes: int = 0
-    """Bytes that were evicted for them."""
-    short_bytes: int = 0
-    """Most bytes that the device was short of at once."""
+    num_rescues: int = 0  # failed allocations that succeeded after saved tensors were evicted
+    rescued_bytes: int = 0  # evicted for them
+    short_bytes: int = 0  # most bytes that the device was short of at once
+    # allocations for which PyTorch's allocator released its cache, which makes the host wait
     num_alloc_retries: int = 0
-    """Allocations for which PyTorch's allocator released its whole cache, which makes the host wait."""
+    # of a sum: iterations in which the allocator did that; None: a single iteration
     num_full_of_several: int | None = None
-    """Number of iterations in a sum in which the allocator did that; ``None``: this is one iteration."""
 
     @property
     def num_full(self) -> int:
@@ -62,45 +57,39 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class CountedStep:
-    """A step in which the bytes that autograd holds were counted: most bytes at once."""
+    """A step in which the bytes that autograd holds were counted: most bytes at once.
+
+    Tensors that a layer saves when it runs again do not count.
+    """
 
     iteration: int
     held_bytes: int  # held by autograd
-    saved_bytes: int
-    """Saved by autograd: held if nothing were offloaded or recomputed site by site. Tensors that a layer saves when it
-    runs again do not count, in neither figure."""
+    saved_bytes: int  # held if nothing were offloaded or recomputed site by site
 
 
 @dataclass
 class RankReport:
-    """Figures of one rank at the end of a run. Names are keys of the summary file."""
+    """Figures of a rank at the end of a run. Names are keys of the summary file."""
 
     steps: list[StepRecord]
-    """One for each iteration if a summary is written; else the sum of all but the last, and the last."""
+    """All iterations if a summary is written; else the sum of all but the last, and the last."""
     device: str
     device_peak_bytes: int | None
     saved_peak_bytes: int | None
     host_booked_bytes: int
     host_leased_peak_bytes: int
     stayed_bytes: int
-    device_reserved_bytes: int | None = None
-    """Most bytes that the device's allocator held, in use or cached."""
+    device_reserved_bytes: int | None = None  # most bytes that the device's allocator held, in use or cached
     disk_booked_bytes: int = 0
     disk_leased_peak_bytes: int = 0
-    optimizer_host_bytes: int = 0
-    """Host memory taken for optimizer state, not counted in ``host_booked_bytes``."""
-    optimizer_disk_bytes: int = 0
-    """Disk space taken for optimizer state, not counted in ``disk_booked_bytes``."""
+    optimizer_host_bytes: int = 0  # for optimizer state, not counted in ``host_booked_bytes``
+    optimizer_disk_bytes: int = 0  # for optimizer state, not counted in ``disk_booked_bytes``
     optimizer_out_bytes: int = 0
-    optimizer_in_bytes: int = 0
-    """Optimizer state copied to the device in the whole run; ``optimizer_out_bytes``: from the device."""
+    optimizer_in_bytes: int = 0  # copied in the whole run, as ``optimizer_out_bytes``
     swapped_layers: list[int] = field(default_factory=list)
-    recompute_refused: list[str] = field(default_factory=list)
-    """``site: reason`` for sites that the policy asked to recompute and that were not."""
-    counted: CountedStep | None = None
-    """The last step that was counted under the run's last plan; ``None``: there was none."""
-    memory: list[MemoryRow] | None = None
-    """The memory report; ``None`` if no summary was asked for."""
+    recompute_refused: list[str] = field(default_factory=list)  # ``site: reason``, against the policy
+    counted: CountedStep | None = None  # last step that was counted under the run's last plan
+    memory: list[MemoryRow] | None = None  # the memory report; None if no summary was asked for
 
 
 def step_line(step: StepRecord, device_peak_bytes: int | None) -> str:
@@ -125,7 +114,7 @@ def scalars(step: StepRecord, device_peak_bytes: int | None) -> dict[str, float]
 
 
 def refused_lines(refused: Iterable[tuple[Site, str]]) -> list[str]:
-    """Return one line for each reason why sites are not recomputed."""
+    """Return a line for each reason why sites are not recomputed."""
     sites: dict[str, list[Site]] = {}
     for site, reason in refused:
         sites.setdefault(reason, []).append(site)
@@ -164,7 +153,7 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
 
 
 def layer_table(summary: dict[str, Any], swaps: bool = True) -> str:
-    """Return the table at the end: a row for each range of layers with equal figures, and what the guard did.
+    """Return the table at the end: a row for each range of layers with equal figures, and the guard's work.
 
     Args:
         summary: as ``build_summary`` returns it.
@@ -210,7 +199,7 @@ def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
 
 
 def device_line(summary: dict[str, Any], expands: bool) -> str | None:
-    """Return the line on device memory, held and in use; ``None`` without a GPU.
+    """Return the line on device memory, held and in use, or None without a GPU.
 
     Args:
         summary: as ``build_summary`` returns it.
@@ -237,12 +226,11 @@ def build_summary(
 ) -> dict[str, Any]:
     """Return the JSON summary of a run. Bytes are sums over ranks; peaks and waits are those of the worst rank.
 
-    Counts of one step (``swapped_out_bytes``, ``num_recomputed``, ``wait_ms``, ``layers`` …) are those of the last
-    step. ``steps`` are those of rank 0. Everything else spans the run.
+    Counts of a step (``swapped_out_bytes``, ``num_recomputed``, ``wait_ms``, ``layers`` …) are those of the last step.
+    ``steps`` are those of rank 0. All other figures span the run.
 
     Args:
         num_layers: layers of the whole model.
-        ranks: reports of all ranks.
         planning: figures of the planner, in a run that plans itself.
     """
     steps = [rank.steps[-1] for rank in ranks if rank.steps]
@@ -304,7 +292,6 @@ def build_summary(
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """Write ``content`` as JSON, in the way of ``write_text``."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -318,10 +305,8 @@ def start_table(
 ) -> list[str]:
     """Return the lines of the table before the first iteration.
 
-    The kept layers are those of a single model chunk and a prefetch window of one layer.
-
     Args:
-        needs: the memory that the run needs, beside what there is; ``None``: it is not known.
+        needs: the memory that the run needs, beside what there is; None if unknown.
     """
     plan = settings.plan
     host = ("host memory", f"{format_bytes(reserved_bytes)} reserved, at most {format_bytes(limit_bytes)} a rank")
@@ -333,6 +318,7 @@ def start_table(
     layers = parse_layers(settings.layers, num_layers)
     if plan is not None:
         layers = frozenset(filter(plan.swaps_layer, plan.layers()))
+    # Of a single model chunk and a prefetch window of one layer.
     last = layer_positions([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_trailing_kept(window_groups=1), num_layers)
     window_bytes = settings.window_bytes(plan)

@@ -1,4 +1,4 @@
-"""Two lines behind the last iteration: what swapping did to memory, and what to type next."""
+"""Two lines behind the last iteration: the effect of swapping on memory, and the next command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.swap.reporting.summary import RankReport
 
 
 def verdict_lines(settings: Settings, ranks: Sequence[RankReport]) -> list[str]:
-    """Return what autograd held, what it would hold without swapping, and the next command.
+    """Return lines on the bytes that autograd held, and would hold without swapping, and on the next command.
 
     Args:
         ranks: reports of all ranks. The lines are about the rank that saves most.
