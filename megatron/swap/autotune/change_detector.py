@@ -46,9 +46,7 @@ class ChangeDetector:
     def has_changed(self, step: Step, planned: Workload, is_known: Callable[[Step], bool]) -> bool:
         """Whether the plan should change: at once if more is saved, with patience otherwise.
 
-        Args:
-            planned: workload of the running plan.
-            is_known: whether a plan exists for steps like the given one.
+        ``is_known``: whether a plan exists for steps like the given one.
         """
         if planned.is_like(step):
             self._num_smaller = 0
@@ -78,14 +76,11 @@ class ChangeDetector:
         return True
 
     def changed(self, step: Step, before: Workload, is_known: bool) -> None:
-        """Adapt the patience when the plan of ``before`` is replaced by one for steps like ``step``.
-
-        Args:
-            is_known: a plan exists for such steps; otherwise they are measured.
-        """
+        """Adapt the patience when the plan of ``before`` is replaced by a plan for steps like ``step``."""
         self._num_smaller = 0
         if before.covers(step):
             self._smaller_at = step.number
+            # No plan exists for such steps, so they are measured.
             if not is_known:
                 self._patience_smaller *= 2
         elif self._smaller_at is not None and step.number - self._smaller_at <= SOON * self._patience_smaller:

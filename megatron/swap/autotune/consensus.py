@@ -33,8 +33,7 @@ class _Failed:
 class Ranks:
     """All ranks of the run. Every rank creates one at the same point, and calls the same methods in the same order.
 
-    Args:
-        timeout_minutes: how long a rank waits for the others; None: as long as torch does by default.
+    ``timeout_minutes``: how long a rank waits for the others; None: as long as torch does by default.
     """
 
     def __init__(self, timeout_minutes: float | None = None) -> None:
@@ -48,14 +47,7 @@ class Ranks:
                 self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
     def worst(self, measure: Callable[[], Step]) -> Step:
-        """Return the measured step with the largest value of all ranks for each measurement.
-
-        A time that one rank does not know stays unknown.
-
-        Raises:
-            Exception: ``measure`` failed on this rank.
-            RankError: it failed on another rank.
-        """
+        """Return the measured step with the largest value of all ranks for each measurement. Raises as ``gather``."""
         if self.num_ranks == 1:
             return measure()
         failure: Exception | None = None
@@ -74,6 +66,7 @@ class Ranks:
             self.gather(lambda: _result_or_raise(failure))
         return replace(
             step,
+            # A time that one rank does not know stays unknown.
             ms=None if ms == UNKNOWN_MS else ms,
             peak_gib=peak_gib,
             num_tensors=num_tensors,
@@ -85,9 +78,7 @@ class Ranks:
     def gather[T](self, compute: Callable[[], T]) -> list[T]:
         """Return the results of ``compute`` on every rank, in the order of ranks.
 
-        Raises:
-            Exception: ``compute`` failed on this rank.
-            RankError: it failed on another rank.
+        Raises its error on this rank, or ``RankError`` if another rank failed.
         """
         if self.num_ranks == 1:
             return [compute()]

@@ -29,10 +29,7 @@ FULL_BYTES = GIB // 2  # assumed excess of a step in which the device was full: 
 class AutoPlan:
     """The planner beside a training run. The first step follows the safe policy, which keeps as little as it can.
 
-    Args:
-        target: model, device and budget.
-        parts: the measured and switched parts. The model is built, and its layers have their boundaries.
-        output: takes lines for users.
+    The model is built, and its layers have their boundaries.
     """
 
     def __init__(self, target: PlanTarget, parts: RunParts, output: Output) -> None:

@@ -12,11 +12,7 @@ from megatron.swap.planner.state_fraction import solve_fractions
 
 
 class PipelinePlanner:
-    """Solves for plans on all ranks together.
-
-    Args:
-        max_candidates: most plans that are returned.
-    """
+    """Solves for plans on all ranks together."""
 
     def __init__(self, ranks: Ranks, pipeline_rank: int, max_candidates: int) -> None:
         self._ranks = ranks
@@ -25,16 +21,7 @@ class PipelinePlanner:
         self.leaders: dict[int, int] = {}  # stage → the rank that solves for it; empty before the first plans
 
     def whole_layers(self, profile: Callable[[], Profile], budget_gib: float) -> Plan | None:
-        """Return this rank's plan that recomputes every layer whole, or None if such plans do not fit on all ranks.
-
-        Args:
-            profile: returns the profile of this rank.
-            budget_gib: budget of each device.
-
-        Raises:
-            Exception: this rank failed.
-            RankError: another rank failed.
-        """
+        """Return this rank's plan that recomputes every layer whole, or None if such plans do not fit on all ranks."""
         of_ranks = self._ranks.gather(lambda: whole_layers(profile(), budget_gib))
         return None if None in of_ranks else of_ranks[self._ranks.rank]
 
@@ -42,20 +29,20 @@ class PipelinePlanner:
         """Return the best plans of the whole model, the same on all ranks.
 
         Args:
-            profile: returns the profile of this rank. In each stage the rank that saves most solves.
+            profile: returns the profile of this rank.
             budget_gib: budget of each device.
             reserve_gib: memory to leave free, as in ``solve``; None: as much as the profile says. There are no plans if
                 a stage's profile says no more.
 
         Raises:
             Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.
-            Exception: this rank failed in another way.
             RankError: another rank failed in another way.
         """
         of_ranks = self._ranks.gather(lambda: (self._pipeline_rank, profile()))
         leaders: dict[int, int] = {}
         for rank, (stage, other) in enumerate(of_ranks):
             if stage not in leaders or other.saved_mib > of_ranks[leaders[stage]][1].saved_mib:
+                # In each stage the rank that saves most solves.
                 leaders[stage] = rank
         self.leaders = leaders
         mine = of_ranks[self._ranks.rank][1]

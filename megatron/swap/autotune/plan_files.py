@@ -11,13 +11,8 @@ from megatron.swap.planner.profile import Profile, save_profile
 
 
 class PlanFiles:
-    """Writes plan and profile where the settings ask for them.
-
-    Args:
-        settings: paths of the files.
-        rank: this rank of the run; rank 0 writes the plan.
-        stage: this rank's stage of the pipeline.
-        say: takes a line about a file that cannot be written.
+    """Writes plan and profile where the settings ask for them. ``say`` takes a line about a file that cannot be
+    written.
     """
 
     def __init__(self, settings: Settings, rank: int, stage: int, say: Callable[[str], None]) -> None:
@@ -31,11 +26,7 @@ class PlanFiles:
         return [flag for flag, path in paths.items() if path is not None]
 
     def save(self, plan: Plan | None, profile: Profile, leaders: dict[int, int]) -> None:
-        """Write ``plan``, which is for the whole model, and ``profile``, of this rank's stage.
-
-        Args:
-            leaders: the rank of each stage that writes its profile.
-        """
+        """Write the whole model's plan (rank 0), and the profile of this rank's stage (``leaders[stage]``)."""
         if self._plan_path is not None and plan is not None and self._rank == 0:
             path = self._plan_path
             self._write("--swap-save-plan", lambda: save_plan(plan, path))

@@ -25,9 +25,7 @@ class Trial:
 class CandidateSearch:
     """Candidate plans that are still to be tried, and results of those that were.
 
-    Args:
-        plans: candidates, the best prediction first; at least one.
-        too_high_gib: lowest predicted peak that proved too high in earlier searches.
+    ``too_high_gib``: lowest predicted peak that proved too high in earlier searches.
     """
 
     def __init__(self, plans: Sequence[Plan], too_high_gib: float = inf) -> None:

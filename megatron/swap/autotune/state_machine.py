@@ -46,14 +46,10 @@ class Stage(Enum):
 class Measurement(Enum):
     """Measurements of the next step."""
 
-    NONE = auto()
-    """Measure only what every step is measured for."""
-    RECORD = auto()
-    """Record which storages the step saves, and when."""
-    FINISH_RECORDING = auto()
-    """The recording is complete: build the profile. The next step settles; the steps after it are timed."""
-    TIME = auto()
-    """Time the layers of the step, with nothing else recorded."""
+    NONE = auto()  # only the measurements of every step
+    RECORD = auto()  # which storages the step saves, and when
+    FINISH_RECORDING = auto()  # none: the profile is built, the next step settles, and steps behind it are timed
+    TIME = auto()  # the times of layers, with nothing else recorded
 
 
 @dataclass(frozen=True)
@@ -190,13 +186,9 @@ class StateMachine:
         return any(entry.stage is Stage.STABLE for entry in self.history)
 
     def step_ended(self, step: Step, has_new_numbers: bool = False) -> Transition:
-        """Decide about the next step.
+        """Decide about the next step, or raise ``Infeasible``: no plan fits, and none was made before.
 
-        Args:
-            has_new_numbers: the layers have other numbers from the next step on, so all measurements are void.
-
-        Raises:
-            Infeasible: no plan fits the budget, and none was made before.
+        ``has_new_numbers``: the layers have other numbers from the next step on, so all measurements are void.
         """
         if not self.history:
             self.history.append(StageEntry(step.number, Stage.PROFILE, "the plan that holds least", None))
@@ -265,11 +257,7 @@ class StateMachine:
     # ------------------------------------------------------------------- search
 
     def _first_plans(self, workload: Workload) -> tuple[Sequence[Plan], tuple[str, ...]]:
-        """Return plans for a workload that was just measured, and lines for users.
-
-        Raises:
-            Infeasible: no plan fits, and this is the first workload.
-        """
+        """Return plans for a workload that was just measured, and lines for users, or raise ``Infeasible``."""
         try:
             return self._make_plans(workload, self._limits.budget_gib, None), ()
         except Infeasible as error:

@@ -15,13 +15,7 @@ from megatron.swap.profiling.step_clock import StepClock
 
 
 class StepMeter:
-    """Measures the steps of one rank.
-
-    Args:
-        target: the budget, which the model alone must not exceed.
-        parts: device, recorder and footprint meter.
-        exceeded: called in a forward that saves more than expected, maybe several times.
-    """
+    """Measures the steps of a rank. ``exceeded`` is called in a forward that saves more than expected."""
 
     def __init__(self, target: PlanTarget, parts: RunParts, exceeded: Callable[[], None]) -> None:
         self._target = target
@@ -48,10 +42,7 @@ class StepMeter:
         """Return the measurements of the step that ended.
 
         Args:
-            number: iteration.
-            footprint: tensors that the step saved.
             wait: wait for the device, for the time of this step instead of the step before.
-            full_gib: as in ``Step``.
             short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
         """
         ms = self._clock.end(wait)
@@ -92,11 +83,7 @@ class StepMeter:
             device.release_cached()
 
     def _check_room(self, held_bytes: int) -> None:
-        """Check before the first step that the model leaves room.
-
-        Raises:
-            UsageError: this rank's device holds more than the budget.
-        """
+        """Raise ``UsageError`` before the first step if this rank's device holds more than the budget."""
         # The optimizer exists, with as much state offloaded as may be, and nothing is saved for backward yet.
         budget_gib = self._target.budget_gib
         if held_bytes > budget_gib * GIB:
@@ -112,6 +99,7 @@ class StepMeter:
             )
 
     def _peak_gib(self) -> float:
+        # The allocator releases nothing within a step, so the bytes that it has reserved at the end are the peak.
         reserved_bytes = self._parts.device.reserved_bytes()
         if reserved_bytes is not None:
             return reserved_bytes / GIB

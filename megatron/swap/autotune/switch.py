@@ -10,12 +10,7 @@ from megatron.swap.engine.policy import PlanPolicy, Policy
 
 
 class SafePolicy(Policy):
-    """Keeps as little as it can: recomputes outputs of single kernels, and swaps everything else.
-
-    Args:
-        min_bytes: smaller storages are kept.
-        recompute: producers whose outputs may be recomputed.
-    """
+    """Keeps as little as it can: recomputes outputs of single kernels, and swaps all other storages."""
 
     def __init__(self, min_bytes: int, recompute: Collection[str]) -> None:
         self.min_bytes = min_bytes
@@ -34,20 +29,15 @@ class SafePolicy(Policy):
 
 
 class SwitchingPolicy(Policy):
-    """Answers by a plan that may be exchanged between steps.
-
-    Args:
-        safe: answers while there is no plan.
-        min_bytes: smaller storages are kept, also when memory is short.
-    """
+    """Answers by a plan that may be exchanged between steps, or by ``safe`` while there is none."""
 
     def __init__(self, safe: Policy, min_bytes: int) -> None:
         self._safe = self._inner = safe
         self._min_swapped_bytes = min_bytes
         self.min_bytes = safe.min_bytes
         self._keeps_all = False
-        # the current step saves more than its plan expects. Until the step ends, what the plan keeps is swapped.
-        # Nothing more is recomputed: recomputation may take part in collectives, which all ranks must join.
+        # True while a step saves more than its plan expects: storages that the plan keeps are swapped until it ends.
+        # Nothing more is recomputed, since recomputation may take part in collectives, which all ranks must join.
         self.is_short = False
 
     def apply_plan(self, plan: Plan | None) -> None:

@@ -28,11 +28,7 @@ known, and offloaded beside the forward after that.
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """Model, device and budget, known before the model is built.
-
-    Raises:
-        UsageError: the device has less memory than the budget.
-    """
+    """Model, device and budget, known before the model is built."""
 
     settings: Settings  # budget, limits of the search, files for plan and profile
     describe: Callable[[], Model]
@@ -46,6 +42,7 @@ class PlanTarget:
     remedy: str = ""  # advice if the model alone exceeds the budget; empty: Megatron's flags
 
     def __post_init__(self) -> None:
+        # Raises ``UsageError`` if the device has less memory than the budget.
         self.settings.budget_gib(self.device_gib)
 
     @property

@@ -21,10 +21,7 @@ def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Iterable[nn.Module
 
 
 def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], None]:
-    """Let ``checks`` be read before optimizers of the chunks' parameters step, and before a state is saved.
-
-    Returns:
-        A function that ends that.
+    """Let ``checks`` be read before the chunks' optimizers step, and before a state is saved. Return the end of that.
     """
     of, mine = weakref.ref(checks), [weakref.ref(chunk) for chunk in chunks]
     known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -68,8 +65,7 @@ def _optimizer_stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 class TrainingSteps:
     """Counts forwards and steps. A step without a forward does not end.
 
-    Args:
-        on_end: called with the number of the step that has ended, from 1.
+    ``on_end`` is called with the number of the step that has ended, from 1.
     """
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
@@ -85,10 +81,7 @@ class TrainingSteps:
         return max(self.num_forwards, self._last_num_forwards)
 
     def watch_optimizers(self, chunks: Iterable[nn.Module]) -> Callable[[], None]:
-        """End each step at the first forward after an optimizer of the chunks' parameters has stepped.
-
-        Returns:
-            A function that ends the watching.
+        """End each step at the first forward after a chunk's optimizer has stepped. Return a function that ends that.
         """
         self._chunks = list(chunks)
         _watching.add(self)

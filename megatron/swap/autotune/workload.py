@@ -14,13 +14,12 @@ DRIFT = 0.05  # fraction by which sizes and times may differ from those of the p
 class Step:
     """Measurements of a training step, each the worst of all ranks."""
 
-    # Tensors and bytes are those of the largest micro-batch.
     number: int  # iteration, from 1 on
     ms: float | None  # duration in ms; ``None`` while it is not known
     peak_gib: float  # most memory that the device held during the step
-    num_tensors: float
-    saved_mib: float
-    num_micro_batches: int  # micro-batches of the step
+    num_tensors: float  # saved by the largest micro-batch
+    saved_mib: float  # their bytes
+    num_micro_batches: int
     full_gib: float = 0.0  # excess above the budget that counts where the device was full below its budget
 
     def over_gib(self, budget_gib: float) -> float:
@@ -63,11 +62,14 @@ class Workload:
 
     def has_sites_of(self, step: Step) -> bool:
         """Whether ``step`` saves the same tensors, as often."""
+        # A pipeline with more micro-batches holds more of them at once. The number of tensors may drift, since an
+        # expert without a token saves nothing.
         is_as_many = step.num_micro_batches == self.num_micro_batches
         return is_as_many and (1 - DRIFT) * self.fewest_tensors <= step.num_tensors <= (1 + DRIFT) * self.most_tensors
 
     def saves_as_much_as(self, step: Step) -> bool:
         """Whether ``step`` saves about as many bytes, so that figures of one say something of the other."""
+        # Without fused rotary embeddings the number of tensors follows packed documents; their bytes do not.
         is_as_many = step.num_micro_batches == self.num_micro_batches
         return is_as_many and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
 

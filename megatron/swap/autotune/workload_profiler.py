@@ -81,9 +81,7 @@ class WorkloadProfiler:
     def complete(self, footprint: Footprint, workload: Workload | None) -> Footprint:
         """Return the footprint of a step that ended, with figures for layers whose saved tensors were not seen.
 
-        Args:
-            footprint: as it was counted.
-            workload: workload of the step's plan; None: there was no plan.
+        ``workload``: that of the step's plan; None: there was no plan.
         """
         if workload is not None:
             return footprint.filled_from(self._measured[workload].footprint)

@@ -42,11 +42,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check this Python and report on stderr what is missing. Return 0 if training can start, else 1.
-
-    Args:
-        arguments: the command line after the program's name; `None`: that of this process.
-    """
+    """Check this Python and report on stderr what is missing. Return 0 if training can start, else 1."""
     parser = argparse.ArgumentParser(
         prog="megatron-swap doctor", description="Check whether this Python can train with Megatron Swap."
     )
@@ -131,12 +127,7 @@ def report_kernel() -> str | None:
 
 
 def report_problems(problems: dict[str, str], what: str) -> None:
-    """Print which modules cannot be imported, why, and what to install.
-
-    Args:
-        problems: the first line of the error, by module.
-        what: `run` or `dev`.
-    """
+    """Print which modules cannot be imported, why, and what to install."""
     say(f"error: {sys.executable} cannot run Megatron Swap; it lacks")
     for name, problem in problems.items():
         say(f"  {name}: {problem}")

@@ -9,11 +9,7 @@ from megatron.swap.common.flags import CommandLine
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command that the arguments name and return its exit status.
-
-    Args:
-        arguments: the command line after the program's name; `None`: that of this process.
-    """
+    """Run the command that ``arguments`` (None: those of this process) name, and return its exit status."""
     parser = CommandLine(
         prog="megatron-swap",
         description="Plan a swapping run, or check an environment. See `megatron-swap COMMAND --help`.",

@@ -47,11 +47,7 @@ from megatron.swap.forecast.table import memory_table, options_table, prediction
 from megatron.swap.forecast.what_if import with_link, with_tokens
 from megatron.swap.planner.profile import save_profile
 from megatron.swap.planner.solve import curve
-from megatron.swap.planner.table import (
-    non_layer_table,
-    plan_heading,
-    plan_table,
-)
+from megatron.swap.planner.table import non_layer_table, plan_heading, plan_table
 
 WITH_GPU = ("num_gpus", "gpus_per_host", "pipeline_rank", "summary", "flags")  # options that need --gpu
 ONLY_HF = ("weights", "optimizer", "loss_chunk_tokens")  # options that need --hf
@@ -70,11 +66,7 @@ class _PlanLine(CommandLine):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Plan, print and write the files that the options name. Return the exit status.
-
-    Args:
-        arguments: the command line after the program's name; `None`: that of this process.
-    """
+    """Plan, print and write the files that ``arguments`` (None: those of this process) name. Return the exit status."""
     parser = _PlanLine(
         prog="megatron-swap plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -128,11 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse options without effect, numbers out of range and files that cannot be written, before planning.
-
-    Raises:
-        UsageError: names the option and the remedy.
-    """
+    """Raise ``UsageError`` for options without effect, numbers out of range and files that cannot be written."""
     source = next(name for name in ("show", "profile", "gpu") if getattr(options, name) is not None)
     ignored = {"show": vars(options).keys() - {"show"}, "profile": WITH_GPU, "gpu": ()}[source]
     for name, given in vars(options).items():
@@ -176,15 +164,8 @@ def _flag(name: str) -> str:
 def plan(options: argparse.Namespace, own: Collection[str] = ()) -> bool:
     """Print a plan file; or make a plan, print it with its predictions, and write the files that the options name.
 
-    Args:
-        own: the names of all options, which are no training flags.
-
-    Returns:
-        whether something fits.
-
-    Raises:
-        UsageError: a flag or file is invalid.
-        OSError: a file cannot be read or written.
+    ``own``: the names of all options, which are no training flags. Returns whether something fits. Raises
+    ``UsageError`` for invalid flags and files, and ``OSError``.
     """
     if options.show is not None:
         shown = load_plan(options.show)

@@ -14,11 +14,7 @@ from megatron.swap.planner.solve import Solution
 
 
 def read_measured(path: Path, model: Model, pipeline_rank: int) -> tuple[MemoryRow, ...]:
-    """Return the memory of the planned stage's first rank from a run's summary.
-
-    Raises:
-        UsageError: the file is no summary, or its run has another number of layers.
-    """
+    """Return the memory of the planned stage's first rank from a run's summary."""
     try:
         summary = json.loads(read_text(path))
         num_layers, ranks = summary["num_layers"], summary["ranks"]
@@ -38,11 +34,7 @@ def read_measured(path: Path, model: Model, pipeline_rank: int) -> tuple[MemoryR
 
 
 def check_picture(path: Path) -> None:
-    """Refuse an image file that cannot be drawn.
-
-    Raises:
-        UsageError: matplotlib is missing, or the file name has no extension of an image format.
-    """
+    """Raise ``UsageError`` if matplotlib is missing, or draws no image file of that name."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:

@@ -41,8 +41,7 @@ class HfPlan:
 def plan_model(options: argparse.Namespace) -> HfPlan:
     """Run steps of the model of ``options.hf`` dry, with nothing and with checkpointing, and plan within the budget.
 
-    Raises:
-        UsageError: an option or the config file is invalid, or the model cannot run dry.
+    Raises ``UsageError`` if an option or the config file is invalid, or the model cannot run dry.
     """
     training = Training(
         options.seq_length,

@@ -50,17 +50,14 @@ def changes(training: Training) -> list[tuple[str, ...]]:
 
 
 def remedies(training: Training, decide: Callable[[Sequence[str]], Decision]) -> list[Remedy]:
-    """Return the smallest sets of changes with which the run fits without a disk, the fastest first.
-
-    Args:
-        decide: plans with more training flags behind the given ones.
-    """
+    """Return the smallest sets of changes with which the run fits without a disk, the fastest first."""
     single = changes(training)
     for size in range(1, len(single) + 1):
         found = []
         for chosen in itertools.combinations(single, size):
             flags = tuple(dict.fromkeys(word for flags in chosen for word in flags))
             try:
+                # Plans with these flags behind the given ones.
                 decision = decide(flags)
             except UsageError:  # the batch does not divide
                 continue
@@ -78,12 +75,7 @@ def _step_ms(remedy: Remedy) -> float:
 
 
 def remedy_line(found: Sequence[Remedy], tokens: int, has_chosen: bool) -> str:
-    """Return a sentence that names the remedies.
-
-    Args:
-        tokens: those of a step.
-        has_chosen: something fits without them, with a disk.
-    """
+    """Return a sentence that names the remedies. ``tokens``: those of a step."""
     named = []
     for one in found:
         beside = f", with {' '.join(one.option.flags)}" if one.option.flags else ""

@@ -16,10 +16,7 @@ def is_flag(word: str) -> bool:
 def nearest_flag(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the flag of ``known`` that ``word`` probably stands for, or None.
 
-    Args:
-        word: as it was given, such as ``--swap_layer``.
-        known: names with their dashes, such as ``--swap-layers``.
-        cutoff: least similarity, 0 to 1, of a name that does not begin with ``word``.
+    ``cutoff``: least similarity, 0 to 1, of a name that does not begin with ``word``.
     """
     names = {plain_name(flag): flag for flag in known}
     wanted = plain_name(word)

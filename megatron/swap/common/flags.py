@@ -78,9 +78,7 @@ class _Switch(argparse.Action):
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Return the settings of a command line that was parsed with the flags of ``add_swap_flags``.
-
-    Raises:
-        UsageError: as ``Settings``.
+    """Return the settings of a command line that was parsed with the flags of ``add_swap_flags``. Raises
+    ``UsageError``.
     """
     return Settings.of({name: getattr(args, f"swap_{name}") for name in FLAGS}, of_trainer=True)

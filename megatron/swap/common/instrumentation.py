@@ -65,9 +65,8 @@ class Ranges:
     ) -> None:
         """Pass ranges on to ``timeline`` from now on, beside other listeners.
 
-        Args:
-            allocated_bytes: returns device memory in use, for ``memory`` marks; None: no such marks.
-            arrived: called with each storage that is reloaded or recomputed.
+        ``allocated_bytes`` returns device memory in use, for ``memory`` marks. ``arrived`` gets each storage that is
+        reloaded or recomputed.
         """
         self._listeners.append(_Listener(timeline, allocated_bytes, arrived))
 

@@ -12,15 +12,9 @@ RANGE = re.compile(r"\s*(\d{1,20})\s*(?:-\s*(\d{1,20})\s*)?")
 
 
 def parse_ranges(text: str, where: str, syntax: str, num_layers: int = MOST_LAYERS) -> frozenset[int]:
-    """Return the layers that ``text`` names, below ``num_layers``.
+    """Return the layers that ``text`` names, below ``num_layers``, or raise ``UsageError``.
 
-    Args:
-        text: layers and ranges with commas between them.
-        where: beginning of an error message.
-        syntax: allowed syntax, for an error message.
-
-    Raises:
-        UsageError: the text is malformed, a range runs backwards, or a layer is not in the model.
+    ``where`` begins the error message, ``syntax`` ends it.
     """
     layers: set[int] = set()
     for part in text.split(","):

@@ -35,10 +35,6 @@ def boot() -> str:
 def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[Path, int]]:
     """Make a folder for the time of the context, and remove those that killed processes have left.
 
-    Args:
-        prefix: of its name.
-        parent: None: the system's folder for temporary files.
-
     Yields:
         The folder, and the descriptor of its lock. A child that gets the descriptor keeps the folder alive, too.
     """
@@ -60,7 +56,6 @@ def own_file(parent: Path, prefix: str, mode: int) -> Iterator[tuple[Path, int]]
     """Make a file for the time of the context, and remove those that killed processes have left.
 
     Args:
-        parent: the folder.
         prefix: of its name; so particular that no other program's file begins with it.
         mode: its permissions, before the process's mask.
 
@@ -111,11 +106,7 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _locked(path: Path, flags: int = 0, mode: int = 0) -> int | None:
-    """Open and lock a regular file, or return None if another process has locked or removed it.
-
-    Args:
-        flags: with ``O_CREAT`` the file is made, with ``mode``.
-    """
+    """Open and lock a regular file, or return None if another process has locked or removed it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, mode)
     except FileNotFoundError:

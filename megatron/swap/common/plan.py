@@ -242,11 +242,7 @@ class _File:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan.
-
-    Raises:
-        UsageError: the file is no plan. Names the file, the key, the given value and the allowed values.
-    """
+    """Read a plan, or raise ``UsageError`` with the file, the key, the given value and the allowed values."""
     file = records.load(_File, path, FORMAT, VERSION)
     try:
         return Plan(**{item.name: getattr(file, item.name) for item in dataclasses.fields(_File)}, file=str(path))
@@ -261,11 +257,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def check_model(plan: Plan, model: Model, name: str = "the plan") -> None:
-    """Refuse a plan that was made for another model.
-
-    Raises:
-        UsageError: names every difference, with the values of the plan and of the run.
-    """
+    """Raise ``UsageError`` with all differences if the plan was made for another model."""
     differences = [
         f"{item.name} is {_text(getattr(plan.model, item.name))} there, {_text(getattr(model, item.name))} here"
         for item in dataclasses.fields(Model)

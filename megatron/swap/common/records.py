@@ -29,18 +29,13 @@ KEY = "key"
 def from_json[T](kind: type[T], value: Any, where: str) -> T:
     """Return ``value`` (parsed JSON) as a dataclass, tuple, dictionary or plain value of type ``kind``.
 
-    Raises:
-        UsageError: a key is missing or unknown, or a value has another type; ``where`` begins the message.
+    Raises ``UsageError``, which begins with ``where``, if a key is missing or unknown, or a value has another type.
     """
     return _read(kind, value, where)
 
 
 def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
-    """Return the record in a file that begins with ``"format": name, "version": version``.
-
-    Raises:
-        UsageError: the file cannot be read, or is no such record.
-    """
+    """Return the record in a file that begins with ``"format": name, "version": version``, or raise ``UsageError``."""
     try:
         return _load(kind, path, name, version)
     except RecursionError as error:

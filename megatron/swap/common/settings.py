@@ -70,10 +70,7 @@ class Flag:
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:
-    """Return the layers that ``text`` names (syntax: ``LAYER_SYNTAX``) in a model of ``num_layers``.
-
-    Raises:
-        UsageError: the text is malformed, or a layer is outside 0 … num_layers - 1.
+    """Return the layers that ``text`` names (``LAYER_SYNTAX``) in a model of ``num_layers``, or raise ``UsageError``.
     """
     if text == "none":
         return frozenset()
@@ -104,11 +101,7 @@ def _read_plan(given: Any) -> Plan:
 
 
 def read_fraction(given: Any) -> float | Literal["auto"]:
-    """Return the value of ``--swap-optimizer``.
-
-    Raises:
-        UsageError: the value is neither ``auto`` nor a number.
-    """
+    """Return the value of ``--swap-optimizer``, or raise ``UsageError``."""
     try:
         return "auto" if given == "auto" else float(given)
     except (TypeError, ValueError):
@@ -116,11 +109,7 @@ def read_fraction(given: Any) -> float | Literal["auto"]:
 
 
 def read_loss_chunks(given: Any) -> int | Literal["auto"]:
-    """Return the value of ``--swap-loss-chunks``.
-
-    Raises:
-        UsageError: the value is neither ``auto`` nor an allowed number.
-    """
+    """Return the value of ``--swap-loss-chunks``, or raise ``UsageError``."""
     if given == "auto":
         return "auto"
     number = int(given) if re.fullmatch(r"\d{1,20}", str(given)) else 0
@@ -129,11 +118,7 @@ def read_loss_chunks(given: Any) -> int | Literal["auto"]:
 
 
 def read_steps(given: Any) -> tuple[int, int]:
-    """Return first and last step of ``4-5`` or ``4``.
-
-    Raises:
-        UsageError: the text is malformed.
-    """
+    """Return first and last step of ``4-5`` or ``4``, or raise ``UsageError``."""
     if isinstance(given, tuple):
         return given
     match = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", str(given))
@@ -557,14 +542,9 @@ def _read(name: str, flag: Flag, given: Any) -> Any:
 
 
 def check_files(written: Mapping[str, str | Path | None], read: Mapping[str, str | Path | None]) -> None:
-    """Check before training that each file of ``written`` can be written and is no other file of both.
+    """Raise ``UsageError`` before training if a file cannot be written, or is another file of the run too.
 
-    Args:
-        written: flag → file that the run writes.
-        read: flag → file that the run reads.
-
-    Raises:
-        UsageError: a check fails; the message names the flag.
+    ``written`` and ``read`` map flags to the files that the run writes and reads.
     """
     flags = {os.path.realpath(path): flag for flag, path in read.items() if path is not None}
     for flag, path in written.items():

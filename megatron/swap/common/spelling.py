@@ -16,12 +16,9 @@ _BETWEEN_SENTENCES = re.compile(r"(?<=[.;:]) (?=[A-Z])")
 
 
 class Spelling:
-    """Turns the flags in a message into the arguments of a call.
+    """Turns the flags in a message into the arguments of a call: ``host_gib`` is written ``host_gib=``.
 
-    Args:
-        *arguments: names that the call takes: ``host_gib`` is written ``host_gib=``.
-        others: text for other settings, with ``{}`` for the name. None: the call has no others, and a sentence that
-            advises one is left out.
+    ``others``: text for other settings, with ``{}`` for the name. None: sentences that advise others are left out.
     """
 
     def __init__(self, *arguments: str, others: str | None = None) -> None:

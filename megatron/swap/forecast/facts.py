@@ -168,13 +168,9 @@ def has_short_gradients(facts: MegatronFacts) -> bool:
 
 
 def model_of(facts: MegatronFacts, fp8_weights: str | None = None) -> Model:
-    """Return the model. A fact that is None means Megatron's default.
+    """Return the model, or raise ``UsageError`` if the vocabulary's size is missing. None means Megatron's default.
 
-    Args:
-        fp8_weights: as ``Settings.chosen_fp8_weights``.
-
-    Raises:
-        UsageError: the size of the vocabulary is not given.
+    ``fp8_weights``: as ``Settings.chosen_fp8_weights``.
     """
     tensor, heads = facts.tensor_model_parallel_size, facts.num_attention_heads
     return Model(

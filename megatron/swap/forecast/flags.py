@@ -294,11 +294,7 @@ def _check_fp8(known: argparse.Namespace) -> None:
 
 
 def _state_stays(known: argparse.Namespace) -> str | None:
-    """Return a flag with which Megatron Swap does not offload optimizer state, or None.
-
-    Raises:
-        UsageError: a type of optimizer state is given without the optimizer that has it.
-    """
+    """Return a flag with which optimizer state is not offloaded, or None."""
     if not known.use_precision_aware_optimizer:
         for (flag, value), default in zip(_types_of_state(known), OF_STATE.values(), strict=True):
             if value != default:

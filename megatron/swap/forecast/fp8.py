@@ -58,11 +58,7 @@ def recomputed(model: Model) -> frozenset[str]:
 
 
 def check_gpu(model: Model, gpu: Gpu) -> None:
-    """Refuse a model with FP8 layers on a GPU that has no FP8, or that computes the recipe otherwise.
-
-    Raises:
-        UsageError: names the recipe and the GPUs that have it.
-    """
+    """Raise ``UsageError`` if the model has FP8 layers, and the GPU no FP8, or another way to compute the recipe."""
     if model.fp8_recipe is None or model.fp8_recipe in gpu.fp8_recipes:
         return
     others = [name for name, one in GPUS.items() if model.fp8_recipe in one.fp8_recipes]
@@ -77,11 +73,7 @@ def check_gpu(model: Model, gpu: Gpu) -> None:
 
 
 def check_fp8_weights(facts: MegatronFacts) -> None:
-    """Refuse ``--swap-fp8-weights recompute`` where there are no copies to drop, or bits would change.
-
-    Raises:
-        UsageError: names the flag that is missing, or that is in the way.
-    """
+    """Raise ``UsageError`` where ``--swap-fp8-weights recompute`` has no copies to drop, or bits would change."""
     if why := why_copies_stay(facts):
         raise UsageError(f"--swap-fp8-weights recompute {why}")
 
@@ -113,9 +105,7 @@ def saved_sites(
 ) -> tuple[tuple[str, float], ...]:
     """Return the sites of a linear layer, in the order in which it saves them, and their bytes.
 
-    Args:
-        quantized: bytes of the quantized input, in bf16.
-        norm_input: bytes of the norm's input, which a layer with a norm saves first, in bf16.
+    ``quantized`` and ``norm_input``: bytes of the inputs of products and norm, in bf16. A layer with a norm saves both.
     """
     num_values = quantized / BF16
     # Block scales are a site of their own. A single scale for a whole tensor is too small to count.

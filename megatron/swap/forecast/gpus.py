@@ -150,11 +150,7 @@ def gpu_of(cuda_name: str) -> Gpu | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with that name on the command line, in any case, or the GPU that ``custom:…`` describes.
-
-    Raises:
-        UsageError: the name is unknown, or the description is no three numbers above 0.
-    """
+    """Return the GPU of that name in any case, or the GPU that ``custom:…`` describes, or raise ``UsageError``."""
     if name.lower().startswith(CUSTOM):
         return _custom(name)
     found = GPUS.get(name.lower()) or GPUS.get(f"rtx{name}")

@@ -76,8 +76,7 @@ def sizes_of(model: Model) -> Sizes:
 def kernels(model: Model) -> list[Kernel]:
     """Return the kernels of a dense TransformerEngine layer's forward, in order.
 
-    Raises:
-        UsageError: the formulas do not cover the layer.
+    Raises ``UsageError`` if the formulas do not cover the layer.
     """
     uncovered = {
         f"--transformer-impl {model.transformer_impl}": model.transformer_impl != "transformer_engine",
@@ -202,11 +201,7 @@ def _fp8_inputs(model: Model) -> dict[str, tuple[str, ...]]:
 
 
 def recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
-    """Return the time to recompute each site that can be recomputed alone, in ms.
-
-    Args:
-        sizes: bytes of all sites.
-    """
+    """Return the ms to recompute each site that can be recomputed alone. ``sizes``: bytes of all sites."""
     times, bytes_per_ms = kernel_ms(model, gpu), gpu.memory_gb_s * 1e6
     chunks = mlp_chunks(model)
     # With sequence parallelism linear layers do not run again: they gather their input from other ranks.

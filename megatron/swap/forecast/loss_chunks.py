@@ -43,8 +43,7 @@ def num_tokens(model: Model) -> float:
 def loss_bytes(model: Model, num_chunks: int = 1, has_sum: bool = False) -> LossBytes:
     """Return the bytes around the loss in ``num_chunks`` chunks of the sequence.
 
-    Args:
-        has_sum: several chunks hold the sum of the weight's gradients in fp32 (``facts.has_sum_in_loss``).
+    ``has_sum``: several chunks hold the sum of the weight's gradients in fp32 (``facts.has_sum_in_loss``).
     """
     tokens, words = num_tokens(model), model.padded_vocab_size / model.tensor_parallel
     hidden = tokens * model.hidden_size * BYTES / (model.tensor_parallel if model.sequence_parallel else 1)

@@ -77,11 +77,7 @@ class Option:
 
 
 def states_on(training: Training, gpu: Gpu, pipeline_rank: int = 0) -> States:
-    """Return the storage of a rank's weights, gradients and state on ``gpu``, with the FP8 copies of its weights.
-
-    Raises:
-        UsageError: the layers do not divide into the stages.
-    """
+    """Return the storage of a rank's weights, gradients and state on ``gpu``, with the FP8 copies of its weights."""
     model, states = training.model, training.states
     num_fp8 = fp8_params(model, tuple(layer for chunk in chunks_of(model, pipeline_rank) for layer in chunk))
     params = params_of_rank(model, training.tied, pipeline_rank)
@@ -256,8 +252,7 @@ def without_planner(
 ) -> list[Option]:
     """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it.
 
-    Args:
-        gradients_gib: 16-bit gradients of all weights of the rank; 0: there are none, or they are not known.
+    ``gradients_gib``: 16-bit gradients of all weights of the rank; 0: there are none, or they are not known.
     """
     recomputed = tuple(
         PlanClass(format_ranges(entry.layers), {}, (LAYER_SECTION,))
@@ -333,12 +328,9 @@ def _at_least(option: Option, simpler: Option) -> Option:
 
 
 def best(found: Sequence[Option], is_disk_given: bool = False) -> Option | None:
-    """Return the fastest option that fits, or a simpler one that is nearly as fast, or None.
-
-    Args:
-        is_disk_given: the run has a disk. Without it a disk is chosen only if nothing else fits.
-    """
+    """Return the fastest option that fits, or a simpler option that is nearly as fast, or None."""
     fitting = [(one, one.prediction.step_ms) for one in found if one.fits and one.prediction is not None]
+    # Without a disk of the user's, a disk is chosen only if nothing else fits.
     if not is_disk_given:
         fitting = [pair for pair in fitting if pair[0].name != DISK] or fitting
     least_ms = min((ms for _, ms in fitting), default=0.0)

@@ -10,9 +10,5 @@ from megatron.swap.planner.profile import FORMAT, VERSION, Profile
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a profile.
-
-    Raises:
-        UsageError: the file is no profile. Names the file, the key, the given value and the allowed values.
-    """
+    """Read a profile, or raise ``UsageError`` with file, key, the given value and the allowed values."""
     return with_figures(records.load(Profile, path, FORMAT, VERSION))

@@ -54,7 +54,7 @@ def layer_class(
     """Return a class of equal layers.
 
     Args:
-        is_input_held: there are other references to their input.
+        is_input_held: others refer to their input.
         has_dropout: sums of residual and output have dropout, so that they cannot be recomputed.
     """
     steps = kernels(model)
@@ -115,11 +115,7 @@ def _sections(
 
 
 def chunks_of(model: Model, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each virtual stage of a pipeline stage.
-
-    Raises:
-        UsageError: the layers do not divide into the stages.
-    """
+    """Return the layers of each virtual stage of a pipeline stage, or raise ``UsageError`` if they do not divide."""
     stages, virtual = model.pipeline_parallel, model.num_virtual_stages
     if model.num_layers % (stages * virtual):
         raise UsageError(f"{model.num_layers} layers do not divide into {stages} x {virtual} pipeline stages.")
@@ -161,13 +157,10 @@ def shape_profile(
     """Estimate the profile of ``model`` on ``gpu``.
 
     Args:
-        tied: whether embedding and output layer share their weights.
-        states: storage of weights, gradients and optimizer state.
+        tied: embedding and output layer share their weights.
         host_gib: limit of host memory for activations; None: no limit.
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
-        loss_chunks, has_sum_in_loss: chunks of the sequence in which output layer and loss run; ``loss_bytes``.
         fuses_gradients: layers add to ``main_grad`` themselves.
-        has_dropout: as for ``layer_class``.
 
     Raises:
         UsageError: the layers do not divide into the stages, the formulas do not cover the model, or the GPU has no
@@ -226,13 +219,10 @@ def _non_layer(
     model: Model, gpu: Gpu, has_input: bool, loss_chunks: int, has_sum_in_loss: bool, layers_ms: float,
     optimizer_ms: float,
 ) -> NonLayer:  # fmt: skip
-    """Return the figures of final norm, logits and the chunked cross entropy (``cross_entropy.py``).
-
-    Args:
-        loss_chunks: 0: the loss is on another rank.
-    """
+    """Return the figures of final norm, logits and the chunked cross entropy (``cross_entropy.py``)."""
     size, sites, loss_ms = sizes_of(model), [], 0.0
     non_layer = NonLayer(0.0, 0.0, optimizer_ms, 0.0, 0.0)
+    # 0: the loss is on another rank.
     if loss_chunks:
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)

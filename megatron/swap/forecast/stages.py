@@ -31,12 +31,7 @@ def planned_ranks(num_stages: int, rank: int | None, is_saved: bool) -> tuple[in
 def decide(
     found: Mapping[int, Sequence[Option]], choose: Callable[[Sequence[Option]], Option | None]
 ) -> Decision:
-    """Choose among the options that every stage has, each as its worst stage sees it.
-
-    Args:
-        found: the options of each planned stage; all stages have the first option.
-        choose: returns the best of some options, or None.
-    """
+    """Choose an option that every stage has, by its worst stage. ``choose`` returns the best of some, or None."""
     worst = list(_worst(found))
     chosen = choose([option for _, option in worst])
     least_rank, least = min(worst, key=lambda pair: pair[1].needed_gib)

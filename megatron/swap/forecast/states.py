@@ -55,19 +55,14 @@ class Split:
 
 
 def split_before_disk(offloaded_gib: float, host_gib: float, activations_gib: float) -> Split:
-    """Divide offloaded state and activations between host memory and a disk.
-
-    Args:
-        offloaded_gib: optimizer state. It gets at least half of the host memory, if it needs that much.
-        host_gib: host memory; may be infinite.
-        activations_gib: peak of the offloaded activations.
-    """
+    """Divide offloaded state and activations between host memory, which may be infinite, and a disk."""
     host_bytes = int(min(host_gib * GIB, 16 * BUCKET_BYTES))  # more host memory does not make larger buckets
     bucket_bytes = bucket_bytes_before_disk(host_bytes)
     spill_bytes = min(bucket_bytes, MAX_SPILL_BUFFER_BYTES)
     of_state, of_activations = staging_bytes(bucket_bytes), staging_bytes(spill_bytes)
     buffers_gib = (of_state * (offloaded_gib > 0) + of_activations * (activations_gib > 0)) / GIB
     room_gib = max(0.0, host_gib - buffers_gib)
+    # State gets at least half of the host memory, if it needs that much.
     state_gib = min(offloaded_gib, max(room_gib - activations_gib, room_gib / 2))
     in_host_gib = min(activations_gib, room_gib - state_gib)
     return Split(state_gib, in_host_gib, buffers_gib, offloaded_gib - state_gib, activations_gib - in_host_gib)
@@ -79,8 +74,9 @@ class States:
 
     gradient_bytes: int = 4  # of a gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that
     state_bytes: int = 12
-    """Of a parameter's fp32 main value and two moments. TransformerEngine's precision-aware optimizer stores only the
-    16 bits of the main value that the bf16 weight lacks.
+    """Of a parameter's fp32 main value and two moments.
+
+    TransformerEngine's precision-aware optimizer stores only the 16 bits of the main value that the bf16 weight lacks.
     """
     num_shards: int = 1  # number of ranks that share the state
     offload_fraction: float = 0.0  # fraction of the state that is offloaded to host memory (``--swap-optimizer``)
@@ -88,15 +84,9 @@ class States:
     weight_bytes: int = 2  # bytes of one weight: 2 in bf16, or 4 in fp32, where weights are the main values
     has_fp8_weights: bool = False  # linear layers in FP8 have no weights in bf16 (``--fp8-param-gather``)
     fp8_bytes: float = 0.0  # bytes that FP8 adds to the average weight of a rank; below 0 if it saves some
-    copied_gradient_bytes: int = 0
-    """Of the copy of a gradient that the optimizer makes for its step: 4 if gradients are in 16 bits and Megatron
-    copies them (``_copy_model_grads_to_main_grads``).
-    """
+    copied_gradient_bytes: int = 0  # of the copy that Megatron makes for its step (``_copy_model_grads_to_main_grads``)
     num_fp8_moments: int = 0  # moments of a parameter that are in 8 bits
-    transpose_bytes: int = 0
-    """Of their transposes on this GPU, which TransformerEngine keeps and ``--swap-optimizer`` drops
-    (``optimizer/wrapped.py``).
-    """
+    transpose_bytes: int = 0  # of the moments' transposes, which ``--swap-optimizer`` drops (``optimizer/wrapped.py``)
 
     @property
     def param_bytes(self) -> int:

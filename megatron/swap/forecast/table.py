@@ -84,8 +84,6 @@ def options_table(
 ) -> str:  # fmt: skip
     """Return every option with the peak of each tier, tokens per second, whether it fits, and its flags.
 
-    Where no plan fits, the device's column has the smallest feasible budget.
-
     Args:
         tokens: those of a step.
         unfit: name of an option that fits → another pipeline stage that it does not fit.
@@ -96,6 +94,7 @@ def options_table(
         rows = [f"{gib:.2f}" for gib in (one.device_gib, one.host_gib, one.disk_gib)]
         speed = "" if one.prediction is None else f"{tokens / one.prediction.step_ms * 1000:,.0f}"
         if one.prediction is None:
+            # No plan fits: this is the smallest feasible budget.
             rows = [f"at least {one.needed_gib:g}", "", ""]
         short = (planned_by, *one.flags) if one.is_planned else one.flags[:2]
         flags = " ".join(short) + (" …" if not one.is_planned and len(one.flags) > len(short) else "")

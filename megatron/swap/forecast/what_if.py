@@ -16,11 +16,7 @@ def with_link(profile: Profile, gb_s: float) -> Profile:
 
 
 def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_size: int | None = None) -> Profile:
-    """Return ``profile`` for another sequence length or micro-batch size.
-
-    Raises:
-        UsageError: a size is below 1.
-    """
+    """Return ``profile`` for another sequence length or micro-batch size, at least 1."""
     old = profile.model
     new = replace(
         old,

@@ -13,8 +13,7 @@ from megatron.swap.run.built import BuiltSwap, install
 class SwapCallback(Callback):
     """Swaps from the first training step to the last; for ``callbacks=[…]`` of Bridge's ``pretrain`` and ``finetune``.
 
-    Args:
-        settings: the arguments of ``swap.install`` but the model and the optimizer.
+    ``settings``: the arguments of ``swap.install`` but the model and the optimizer.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -23,11 +22,7 @@ class SwapCallback(Callback):
         self.swapped: BuiltSwap | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Install swapping.
-
-        Raises:
-            UsageError, HostMemoryError, PatchError: as ``swap.install``, or Bridge reads offloaded optimizer state.
-        """
+        """Install swapping. Raises as ``swap.install``, and if Bridge reads offloaded optimizer state."""
         # By now the model is wrapped, the optimizer is built and the checkpoint is loaded.
         config = context.state.cfg
         refuse_two_offloaders(self._settings, "logger.log_params_norm", config.logger.log_params_norm)

@@ -14,9 +14,7 @@ from megatron.swap.run.built import BuiltSwap, install
 class SwapCallback(MegatronCallback):
     """Swaps from the first training step to the last. ms-swift makes it from ``--callbacks swap``, after ``register``.
 
-    Args:
-        trainer: ms-swift's, with its wrapped model chunks and its optimizer.
-        settings: the arguments of ``swap.install`` but the model and the optimizer.
+    ``settings``: the arguments of ``swap.install`` but the model and the optimizer.
     """
 
     def __init__(self, trainer: Any, **settings: Any) -> None:
@@ -25,12 +23,9 @@ class SwapCallback(MegatronCallback):
         self.swapped: BuiltSwap | None = None
 
     def on_train_begin(self) -> None:
-        """Install swapping. Reference and teacher models run without gradients and are left alone.
-
-        Raises:
-            UsageError, HostMemoryError, PatchError: as ``swap.install``.
-        """
-        # Only arguments of reinforcement learning have these.
+        """Install swapping. Raises as ``swap.install``."""
+        # Only arguments of reinforcement learning have this one. Reference and teacher models run without gradients and
+        # are left alone.
         is_moved = getattr(self.args, "offload_optimizer", False)
         refuse_two_offloaders(self._settings, "--offload_optimizer", is_moved)
         refuse_two_offloaders(self._settings, "--async_save", self.args.async_save)
@@ -50,7 +45,6 @@ class SwapCallback(MegatronCallback):
 def register(**settings: Any) -> None:
     """Make ``--callbacks swap`` known to ms-swift. Call it in a file that ``--external_plugins`` names.
 
-    Args:
-        settings: the arguments of ``swap.install`` but the model and the optimizer.
+    ``settings``: the arguments of ``swap.install`` but the model and the optimizer.
     """
     megatron_callbacks_map["swap"] = functools.partial(SwapCallback, **settings)

@@ -17,8 +17,7 @@ def before_train_step(
 ) -> Callable[[Namespace, int, int, Sequence[nn.Module], Any, Any], None]:
     """Return a function for ``--custom-megatron-before-train-step-hook-path``: assign it to a name of your module.
 
-    Args:
-        settings: the arguments of ``swap.install`` but the model and the optimizer.
+    ``settings``: the arguments of ``swap.install`` but the model and the optimizer.
     """
     # slime has no hook behind a step, and generates between two steps. So its optimizer's step ends a step.
     swapped: list[BuiltSwap] = []
@@ -26,10 +25,8 @@ def before_train_step(
     def hook(
         args: Namespace, rollout_id: int, step_id: int, model: Sequence[nn.Module], optimizer: Any, scheduler: Any
     ) -> None:
-        """Install swapping before the first step of this process, whose model never changes.
-
-        Raises:
-            UsageError, HostMemoryError, PatchError: as ``swap.install``.
+        """Install swapping before the first step of this process, whose model never changes. Raises as
+        ``swap.install``.
         """
         if not swapped:
             refuse_two_offloaders(settings, "--reset-optimizer-states", args.reset_optimizer_states)

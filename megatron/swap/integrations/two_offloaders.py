@@ -9,15 +9,12 @@ from megatron.swap.common.types import UsageError
 
 
 def refuse_two_offloaders(settings: Mapping[str, Any], option: str, is_on: bool) -> None:
-    """Refuse settings that offload optimizer state which the framework moves, reads or resets between steps.
+    """Raise ``UsageError`` if settings offload state which the framework moves, reads or resets between steps.
 
     Args:
         settings: arguments of ``swap.install``.
         option: the framework's option, as its user writes it.
         is_on: whether the framework does that.
-
-    Raises:
-        UsageError: both are on.
     """
     ours = (settings.get("config") or {}).get("optimizer")
     if is_on and ours:

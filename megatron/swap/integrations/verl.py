@@ -14,8 +14,7 @@ from megatron.swap.run.built import BuiltSwap, install
 def register(**settings: Any) -> None:
     """Let verl's ``megatron`` backend swap on NVIDIA GPUs. Call it once, in a module that ``external_lib`` names.
 
-    Args:
-        settings: the arguments of ``swap.install`` but the model and the optimizer.
+    ``settings``: the arguments of ``swap.install`` but the model and the optimizer.
     """
     for model_type, engine in (
         ("language_model", MegatronEngineWithLMHead),

@@ -13,12 +13,7 @@ from megatron.swap.optimizer.transfers import StateTransfers
 
 
 class StepOverlap:
-    """Decides at each layer boundary how much optimizer state may be on the device.
-
-    Args:
-        device: reports the device memory in use. For an emulated device, which reports none, a bucket moves at a time.
-        transfers: the copies of all optimizers.
-    """
+    """Decides at each layer boundary how much optimizer state may be on the device."""
 
     def __init__(self, device: Device, transfers: StateTransfers) -> None:
         self._device = device
@@ -39,6 +34,7 @@ class StepOverlap:
         """Note the use by others, and return the device bytes free for state during a step: 0 in the first step."""
         others_bytes = self._others_bytes()
         if others_bytes is None:
+            # An emulated device reports no memory in use, so a bucket is loaded or released at each boundary.
             return 2 * self._transfers.bucket_bytes if self._has_layers and self.is_enabled else 0
         # Memory that Megatron allocates between backward and step is use by others too.
         self._extra_bytes = max(self._extra_bytes if self._is_stepping else 0, others_bytes - self._backward_end_bytes)

@@ -21,14 +21,10 @@ MAIN = "main"  # a parameter's own values among its offloaded tensors
 
 
 class OffloadedTensor:
-    """A tensor whose values are in host memory or on disk.
-
-    Args:
-        tensor: the object that the optimizer and the model refer to.
-        backing: its values in host memory (uint8), or their place on disk.
-    """
+    """A tensor whose values are in host memory (uint8) or on disk: in ``backing``."""
 
     def __init__(self, tensor: torch.Tensor, backing: torch.Tensor | DiskRoom) -> None:
+        # The object that the optimizer and the model refer to.
         self.tensor = tensor
         self.backing = backing
         self.num_bytes = backing.num_bytes if isinstance(backing, DiskRoom) else backing.numel()

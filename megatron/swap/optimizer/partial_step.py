@@ -17,12 +17,7 @@ Table = dict[torch.Tensor, Any]  # entries by parameter that an optimizer keeps 
 class PartialStep:
     """Calls the optimizer's own step with other parameters in its groups. Construct it before the step is replaced.
 
-    Args:
-        optimizer: complete, with all of its parameters.
-        tables: entries by parameter beside the optimizer's ``state``, such as scales of 16-bit moments.
-
-    Raises:
-        UsageError: a group keeps settings in tensors, which each call would change.
+    ``tables``: entries by parameter beside the optimizer's ``state``, such as scales of 16-bit moments.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, tables: Sequence[Table] = ()) -> None:
@@ -31,6 +26,7 @@ class PartialStep:
         self._step = optimizer.step
         self._group_of: dict[torch.Tensor, int] = {}
         for number, group in enumerate(optimizer.param_groups):
+            # Each call would advance settings in tensors.
             tensors = [name for name, value in group.items() if isinstance(value, torch.Tensor)]
             if tensors:
                 raise UsageError(

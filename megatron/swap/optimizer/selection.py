@@ -14,11 +14,8 @@ ROUNDING = 1e-9  # relative tolerance, so that a fraction of 1 admits all parame
 class StateSelection:
     """Chooses parameters while they are created one by one, and again when the planner changes the fraction.
 
-    All bytes are bytes of parameters, to which the bytes of state are proportional.
-
-    Args:
-        fraction: fraction of all bytes to offload, 0 to 1.
-        min_bytes: smaller parameters are kept on the device.
+    All bytes are bytes of parameters, to which the bytes of state are proportional. Smaller parameters than
+    ``min_bytes`` are kept on the device.
     """
 
     def __init__(self, fraction: float, min_bytes: int) -> None:
@@ -49,12 +46,7 @@ class StateSelection:
         return True
 
     def choose_again(self, param_states: Sequence[ParamState], fraction: float) -> set[torch.Tensor]:
-        """Return those of the parameters chosen at first that are offloaded under another fraction.
-
-        Args:
-            param_states: the state of all parameters that were chosen at first.
-            fraction: fraction of all bytes, including parameters that were never chosen.
-        """
+        """Return those of the parameters chosen at first that are offloaded under another ``fraction`` of all bytes."""
         on_disk, in_host = ([one for one in param_states if bool(one.disk_bytes) is where] for where in (True, False))
         to_keep_bytes = max(0.0, self.offloaded_bytes - fraction * self.seen_bytes * (1 + ROUNDING))
         wanted: set[torch.Tensor] = set()

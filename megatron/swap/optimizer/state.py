@@ -15,14 +15,7 @@ from megatron.swap.optimizer.wrapped import stored
 
 
 class OptimizerState:
-    """Owns the entries of ``optimizer.state`` for parameters whose state is, or may be, offloaded.
-
-    Args:
-        optimizer: complete, with all of its parameters.
-        transfers: copies the state.
-        param_states: the state to offload, by parameter; entries for other optimizers' parameters are ignored.
-        is_elementwise: whether the optimizer may step slices of parameters.
-    """
+    """Owns the entries of ``optimizer.state`` for parameters whose state is, or may be, offloaded."""
 
     def __init__(
         self,
@@ -129,10 +122,7 @@ class OptimizerState:
     # ------------------------------------------------------------ checkpoints
 
     def materialize(self) -> None:
-        """Make every offloaded tensor readable and writable in host memory until ``end_materialize``.
-
-        Raises:
-            DiskError: a write failed; nothing was materialized.
+        """Make every offloaded tensor readable and writable in host memory, or raise ``DiskError`` and change nothing.
         """
         self._transfers.synchronize()
         for tensor in self.offloaded_tensors():
@@ -180,10 +170,7 @@ class OptimizerState:
 
     @contextmanager
     def on_device(self, param: torch.Tensor, name: str, *, writes: bool = False) -> Iterator[None]:
-        """Put a materialized tensor of ``param`` on the device for a while, if it is offloaded.
-
-        Args:
-            writes: keep the values that the tensor has in the end.
+        """Put a materialized tensor of ``param`` on the device for a while, if it is offloaded; keep what is written.
         """
         if not self.is_in_host(param, name):
             yield

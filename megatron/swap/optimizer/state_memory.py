@@ -21,12 +21,7 @@ class TensorRequest(NamedTuple):
 
 
 class StateMemory:
-    """Host memory and disk of all optimizers of a rank. A tensor's room stays allocated until training ends.
-
-    Args:
-        arena: host memory.
-        disk: room for tensors that do not fit into ``arena``; None: a full arena is an error.
-    """
+    """Host memory and disk of all optimizers of a rank. A tensor's room stays allocated until training ends."""
 
     def __init__(self, arena: HostArena, disk: DiskFile | None = None) -> None:
         self.arena = arena
@@ -40,12 +35,7 @@ class StateMemory:
         return param_state.tensors[name]
 
     def allocate(self, requests: Sequence[TensorRequest]) -> None:
-        """Add the requested tensors to their parameters' states.
-
-        Raises:
-            HostMemoryError: host memory is short, and there is no disk.
-            DiskError: the disk is full.
-        """
+        """Add the requested tensors to their parameters' states. Raises ``HostMemoryError`` or ``DiskError``."""
         sizes = [request.param_state.param.numel() * request.dtype.itemsize for request in requests]
         num_in_host = len(sizes) if self.disk is None else self.arena.num_that_fit(sizes)
         backings: list[torch.Tensor | DiskRoom] = [*self.arena.take_all(sizes[:num_in_host])]

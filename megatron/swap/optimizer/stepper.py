@@ -51,11 +51,6 @@ class StepOptions:
 class OptimizerStepper:
     """Replaces the step of one optimizer.
 
-    Args:
-        optimizer: complete, with all of its parameters.
-        transfers: copies buckets.
-        param_states: the state to offload, by parameter; some values may be offloaded already.
-
     Raises:
         UsageError: a group keeps settings in tensors.
         HostMemoryError, DiskError: there is no room for all state, of an optimizer whose types of state are known.
@@ -88,11 +83,7 @@ class OptimizerStepper:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Do what ``optimizer.step`` does. After a failure some parameters are a step ahead.
-
-        Raises:
-            SwapError: a closure is given.
-        """
+        """Do what ``optimizer.step`` does. After a failure some parameters are a step ahead."""
         if closure is not None:
             raise SwapError("an optimizer whose state is offloaded takes no closure: it would run once per bucket.")
         self.state.end_materialize()
@@ -272,11 +263,7 @@ class OptimizerStepper:
     # --------------------------------------------------------------- checkpoints
 
     def materialize(self) -> None:
-        """Make offloaded tensors readable and writable in host memory until the next step.
-
-        Raises:
-            DiskError: a write failed.
-        """
+        """Make offloaded tensors readable and writable in host memory until the next step. Raises ``DiskError``."""
         self._loader.clear()
         self.state.materialize()
 

@@ -68,13 +68,7 @@ class _Offload:
 
 
 class StateTransfers:
-    """Loads shards to the device and offloads them.
-
-    Args:
-        device: provides the copy streams.
-        memory: host memory and disk of all offloaded tensors.
-        bucket_bytes: most bytes of one bucket.
-    """
+    """Loads shards to the device and offloads them, at most ``bucket_bytes`` at a time."""
 
     def __init__(self, device: Device, memory: StateMemory, bucket_bytes: int) -> None:
         self._device = device
@@ -88,6 +82,7 @@ class StateTransfers:
         self._offloads: deque[_Offload] = deque()
         self._offloading_shards: set[ParamShard] = set()
         self.num_ahead = 1 if memory.disk is None else NUM_AHEAD  # number of buckets that may be pending at once
+        # Bytes copied so far in each direction; device memory of loads and offloads that is not released yet.
         self.out_bytes = self.in_bytes = self.device_bytes = 0
 
     def mark(self) -> Mark:
@@ -102,10 +97,8 @@ class StateTransfers:
         return PendingBucket(shards, self._staging.fetch(spans) if spans and self._staging else None)
 
     def load(self, pending: PendingBucket) -> Bucket:
-        """Allocate a buffer and enqueue the copies of the pending shards into it.
-
-        Raises:
-            DiskError: reading failed.
+        """Allocate a buffer and enqueue the copies of the pending shards into it. Raises ``DiskError`` if a read
+        failed.
         """
         pending = self._make_readable(pending)
         return self._load_into(self._device.allocate(_load_bytes(pending.shards)), pending)
@@ -275,11 +268,7 @@ class StateTransfers:
         self._device.discard(storage)
 
     def synchronize(self) -> None:
-        """Wait for every copy and every write, so that host memory and disk hold the last step's state.
-
-        Raises:
-            DiskError: a write failed.
-        """
+        """Wait for every copy and write: host memory and disk hold the last step's state. Raises ``DiskError``."""
         self.release_offloaded()
         self._device.synchronize()
         if self._staging is not None:

@@ -8,14 +8,10 @@ from typing import NamedTuple
 
 
 class LayerFootprint(NamedTuple):
-    """Tensors and bytes that a layer saved in a step, the most of any micro-batch.
-
-    ``num_tensors`` and ``num_bytes`` are 0 where saved tensors were not seen: in layers recomputed whole or without
-    hooks.
-    """
+    """Tensors and bytes that a layer saved in a step, the most of any micro-batch."""
 
     layer: int
-    num_tensors: int
+    num_tensors: int  # 0, as ``num_bytes``, in layers recomputed whole or without hooks
     num_bytes: int
     input_bytes: int = 0  # bytes of the hidden states that the layer was called with
 
@@ -74,14 +70,7 @@ class FootprintMeter:
         self._exceeded: Callable[[], None] | None = None
 
     def expect(self, footprint: Footprint | None, factor: float, exceeded: Callable[[], None]) -> None:
-        """Call ``exceeded`` where a chunk saves more than ``factor`` times the bytes of ``footprint``.
-
-        The call comes after each layer, and before each layer whose input is that much larger than expected.
-
-        Args:
-            footprint: None stops the calls.
-            exceeded: may be called several times in a forward.
-        """
+        """Call ``exceeded`` where a chunk saves more than ``factor`` times the bytes of ``footprint``; None: never."""
         layers = () if footprint is None else footprint.layers
         self._limits = {entry.layer: factor * entry.num_bytes for entry in layers}
         self._input_limits = {entry.layer: factor * entry.input_bytes for entry in layers}
@@ -118,6 +107,7 @@ class FootprintMeter:
         self._layers[layer] = _maximum(self._layers.get(layer, entry), entry)
         if not is_unseen:
             self._excess_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
+        # ``exceeded`` may be called several times in a forward.
         if self._exceeded is not None and self._excess_bytes > 0:
             self._exceeded()
 

@@ -38,13 +38,8 @@ BOTH: Directions = ("out", "in")
 def measure_link(device: Device, tier: Tier, num_bytes: int | None = None) -> Link:
     """Return the speed of this rank's link in GB/s, the median of ``REPETITIONS``. Every rank must call this function.
 
-    Call it while no copy is under way. Device and tier each lend ``2 * num_bytes`` for the call.
-
-    Args:
-        num_bytes: bytes of one copy, the same on all ranks; None: as many as fit, at most ``COPY_BYTES``.
-
-    Raises:
-        SwapError: a copy or an allocation failed on any rank; raised on all ranks.
+    Call it while no copy is under way. Device and tier each lend ``2 * num_bytes`` for the call. Raises ``SwapError``
+    on all ranks if a copy or an allocation failed on any rank.
     """
     if num_bytes is None:
         num_bytes = COPY_BYTES if device.keeps_time else EMULATED_COPY_BYTES
@@ -103,7 +98,7 @@ class _Ends:
         """Return the seconds of ``NUM_COPIES`` in each of ``directions``, which begin together."""
         compute = self._device.current_stream()
         # Copies wait for compute: a buffer may be recycled memory that a kernel still uses.
-        ready = self._device.record(compute)  # a buffer may be recycled memory that is still in use
+        ready = self._device.record(compute)
         began = time.perf_counter()
         waiting: dict[str, Event] = {}
         for direction in directions:
@@ -119,10 +114,10 @@ class _Ends:
                 if direction not in taken and self._device.has_passed(event):
                     taken[direction] = time.perf_counter() - began
             # Let the copy threads of the emulated device run.
-            time.sleep(0)  # let the emulated device's copy threads run
+            time.sleep(0)
         for event in waiting.values():
             # The event has passed, so the wait costs nothing. It raises if the copy failed.
-            self._device.wait(compute, event)  # has passed, so this only raises if a copy failed
+            self._device.wait(compute, event)
         return taken
 
     def free(self) -> None:

@@ -59,16 +59,13 @@ class _Live:
 
 
 class Observer:
-    """Counts the bytes of storages that pass through its hooks, parameters and special tensors left out.
-
-    Args:
-        is_always_on: count in all steps, not only in those that ``count_steps`` asks for.
-    """
+    """Counts the bytes of storages that pass through its hooks, parameters and special tensors left out."""
 
     def __init__(self, is_always_on: bool = True) -> None:
         self.live_bytes = 0  # bytes held now
         self.peak_bytes = 0  # most bytes held at once
         self.saved_bytes = 0  # bytes saved now
+        # False: only steps that ``count_steps`` asks for.
         self._is_always_on = is_always_on
         self._num_steps = 0
         self._recent_peak_bytes = 0
@@ -154,7 +151,7 @@ class Observer:
             return self._live[address]
         num_bytes = storage.nbytes()
 
-        # The reference dies with the storage itself: torch keeps the Python object alive as long.
+        # The weak reference dies with the storage itself: torch keeps its Python object alive as long.
         def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
             entry = self._live.get(address)
             if entry is not None and entry.storage is reference:

@@ -48,13 +48,11 @@ def build_profile(
     """Return the profile of the recorded steps as they would be without swapping and recomputation.
 
     The engine's own work is removed: waits, copies, recomputations and recompute trials. Sizes and memory are maxima.
+    Raises ``SwapError`` if saved tensors were not recorded: layers had no hooks, or one was recomputed whole.
 
     Args:
         min_mib: smaller sites are ineligible.
         whole_layers: the engine can recompute whole layers, so each gets a section ``layer``.
-
-    Raises:
-        SwapError: saved tensors were not recorded: layers had no hooks, or one was recomputed whole.
     """
     timeline = Timeline(recording)
     here = {layer for chunk in pipeline.chunks for layer in chunk}  # without those that save nothing
@@ -94,12 +92,8 @@ def with_recorded_times(
 ) -> Profile:
     """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed whole.
 
-    Packing, copying and recording saved tensors slow a layer down where the host limits its speed. Layers that are
-    recomputed whole do hardly any of that. Times within a layer are scaled as the layer's own time.
-
-    Args:
-        host_factor: forward time of the host for a layer in a checkpoint, in multiples of the layer's own; None:
-            unknown.
+    ``host_factor``: forward time of the host for a layer in a checkpoint, in multiples of the layer's own; None:
+    unknown.
     """
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
@@ -124,6 +118,8 @@ def _timed(
     forward_ms = median(one.forward_ms or 0.0 for one in passes)
     backward_ms = median(one.backward_ms or 0.0 for one in passes)
     again_ms = max(0.0, median(recompute_ms)) if recompute_ms else forward_ms
+    # Packing, copying and recording saved tensors slow a layer down where the host limits its speed. Layers that are
+    # recomputed whole do hardly any of that. So times within a layer are scaled as the layer's own time.
     forward = forward_ms / entry.forward_ms if entry.forward_ms else 1.0
     backward = backward_ms / entry.backward_ms if entry.backward_ms else 1.0
     return replace(

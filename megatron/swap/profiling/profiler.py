@@ -17,12 +17,11 @@ NSYS = "nsys"
 
 
 class Profiler:
-    """Traces steps ``first`` to ``last``, including the engine's ranges. Call ``step_ended`` after every step.
+    """Traces steps ``first`` to ``last`` of this process, counted from 1, including the engine's ranges.
 
     Args:
         target: folder into which torch.profiler writes ``rank-N.json.gz``, or ``NSYS``.
-        first, last: steps of this process, counted from 1. ``first`` is at least 3.
-        rank: number in the file's name.
+        first: at least 3.
         ranges: switched on while steps are traced.
         allocated_bytes: returns the device memory in use, for the timeline.
     """

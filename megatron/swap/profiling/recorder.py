@@ -56,10 +56,7 @@ class _Note(NamedTuple):
 class Recorder:
     """Records whole steps from ``start`` to ``stop``. Layers without hooks are not seen.
 
-    Autograd's thread may call the recorder too, but never two threads at a time.
-
     Args:
-        device: device whose time is measured.
         ranges: reports layers and the engine's work.
         take_peak: returns the most bytes in use since the last call, and the bytes in use now.
         has_memory: whether those bytes are of any use.
@@ -68,6 +65,7 @@ class Recorder:
     def __init__(
         self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]], has_memory: bool = True
     ) -> None:
+        # Autograd's thread may call the recorder too, but never two threads at a time, so there is no lock.
         self.is_on = False
         self._device = device
         self.ranges = ranges
@@ -129,10 +127,7 @@ class Recorder:
             notes.clear()
 
     def stop(self) -> Recording:
-        """Stop, and return the recording up to the end of the last whole step. Waits for the device.
-
-        Raises:
-            SwapError: the recorder is off, or no step has ended.
+        """Stop, and return the recording up to the end of the last whole step. Raises ``SwapError`` if none has ended.
         """
         if sum(note.what is What.STEP for note in self._notes) < 2:
             raise SwapError("nothing was recorded: start, then step_ended at least once, then stop.")
@@ -336,10 +331,7 @@ class Recorder:
     ) -> None:
         """Note that the output of ``spec``, which was saved just now, will be recomputed from ``inputs``.
 
-        Args:
-            producer: kind of kernel.
-            inputs: saved tensors that the producers read.
-            unsaved: specs of storages that nobody saves, on the way from ``inputs`` to the output.
+        ``unsaved``: specs of storages that nobody saves, on the way from ``inputs`` to the output.
         """
         if not self.is_on or (storage := spec.output()) is None or (tracked := self._tracker.get(storage)) is None:
             return

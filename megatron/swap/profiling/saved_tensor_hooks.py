@@ -79,9 +79,7 @@ def is_of_checkpoint(hooks: Hooks) -> bool:
 class HooksContext(AbstractContextManager[None]):
     """A context in which autograd calls ``hooks``, behind the user's. Without effect where hooks are off.
 
-    Args:
-        hooks: get the tensors that the user's hooks return. Other results stay as they are.
-        has_around: ``hooks`` call the hooks around them by themselves.
+    ``has_around``: ``hooks`` call the hooks around them by themselves.
     """
 
     def __init__(self, hooks: Hooks, *, has_around: bool = False) -> None:
@@ -125,6 +123,7 @@ class _Theirs:
 def _behind(around: Hooks, hooks: Hooks) -> Hooks:
     def pack(tensor: torch.Tensor) -> Any:
         packed = around.pack(tensor)
+        # Results of the user's ``pack`` that are no tensor stay as they are.
         return hooks.pack(packed) if isinstance(packed, torch.Tensor) else _Theirs(packed)
 
     def unpack(packed: Any) -> torch.Tensor:

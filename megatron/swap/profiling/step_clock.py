@@ -30,11 +30,7 @@ class StepClock:
             self._began = self._device.mark()
 
     def end(self, wait: bool) -> float | None:
-        """End a step, and return a duration in ms, or None while it is not known.
-
-        Args:
-            wait: wait for the device and return this step's duration, not that of the step before.
-        """
+        """End a step, and return its duration in ms (``wait``), or that of the step before; None if not yet known."""
         last, self._last = self._last, None
         if self._began is not None:
             stream = self._device.current_stream()

@@ -24,7 +24,6 @@ EXCLUDED_WORK = frozenset({TRIAL, BRING_BACK, EVALUATION})
 
 Trials occur only while recording, reloaded storages count when they arrive, evaluations belong to no step.
 """
-
 Moment = tuple[What, str]
 """A moment of a backward: its begin or end, or the first use or the free of a site."""
 
@@ -69,13 +68,11 @@ class LayerPass:
 class NonLayerStep:
     """The part of a step outside layers. Lists have a number for each micro-batch."""
 
+    # By chunk: its forward without its layers, and the memory held outside layers at the begin and end of it.
     forward_ms: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Forward of each chunk, without its layers."""
     kept_bytes: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Memory held outside layers at the begin and at the end of each chunk's forward."""
     loss_ms: list[float] = field(default_factory=list)  # time from the end of a chunk's forward to its own backward
-    loss_peak_bytes: list[int] = field(default_factory=list)
-    """Peak between a chunk's last layer and its own backward, besides static and saved memory."""
+    loss_peak_bytes: list[int] = field(default_factory=list)  # peak meanwhile, besides static and saved memory
     between_ms: list[float] = field(default_factory=list)  # time from the end of a backward to the next forward
     after_ms: float = 0.0  # time from the last backward to the end of the step
     step_ms: float = 0.0  # time of the whole step
@@ -83,24 +80,18 @@ class NonLayerStep:
 
 
 class Timeline:
-    """Layer passes and steps of a recording.
-
-    Attributes:
-        first forward does not count: gradients that the optimizer has copied in single precision.
-        between_bytes: peak between the last event of a step and the next step's first forward, besides static memory.
-        most_bytes: peak of the steps, besides static memory.
-    """
+    """Layer passes and steps of a recording."""
 
     def __init__(self, recording: Recording) -> None:
         events = recording.events
-        # memory allocated when a step begins; of several steps the most. What is freed before the step's
-        self.static_bytes = _static_bytes(events)
-        self.between_bytes = self.most_bytes = 0
+        self.static_bytes = _static_bytes(events)  # allocated when a step begins
+        self.between_bytes = 0  # peak from a step's last event to the next first forward, besides static memory
+        self.most_bytes = 0  # peak of the steps, besides static memory
         self.peak_bytes = max(event.peak_bytes for event in events[1:])  # peak of allocated memory
         self.passes: list[LayerPass] = []  # layer passes in the order of their forwards
         self.steps: list[NonLayerStep] = []  # the parts of the steps outside layers
         self._non_layer = NonLayerStep()
-        # times of recomputations in ms, without waits and nested work, by layer and site
+        # By layer and site: times of recomputations in ms, without waits and nested work.
         self.costs: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         self._pass_of: dict[PassKey, LayerPass] = {}
         self._open_work: list[tuple[Event, list[float]]] = []
@@ -346,6 +337,7 @@ def _static_bytes(events: Sequence[Event]) -> int:
             is_between, begun_bytes = True, event.now_bytes
         elif is_between and event.what in FIRST_OF_STEP:
             is_between = False
+            # Gradients that the optimizer has copied in single precision go before the first forward.
             freed_bytes = begun_bytes - event.now_bytes
             if freed_bytes < LEFT_BYTES:
                 freed_bytes = 0

@@ -31,14 +31,8 @@ def measure(
 ) -> list[MemoryRow]:
     """Return a row for each kind of memory, in bytes of this rank.
 
-    Call it before the engine is taken off Megatron and before memory is freed. Device bytes of activations are the peak
-    minus all other kinds; without a GPU they are the most bytes that autograd held. Buffers are host memory and disk
-    space reserved beyond the use of optimizer state, and of activations at their peak.
-
-    Args:
-        report: reserved bytes and peaks.
-        optimizers: optimizers of torch or TransformerEngine, inside Megatron's.
-        offloaded: offloaded tensors of the optimizers.
+    Call it before the engine is taken off Megatron and before memory is freed. ``optimizers`` are those of torch or
+    TransformerEngine, inside Megatron's.
     """
     storages = _Storages(device.torch_device, offloaded)
     params = [param for chunk in chunks for param in chunk.parameters()]
@@ -51,6 +45,7 @@ def measure(
 
     peak_bytes, reserved_bytes = report.device_peak_bytes, device.peak_reserved_bytes()
     if peak_bytes is None or reserved_bytes is None:
+        # Without a GPU: the most bytes that autograd held.
         activations = report.saved_peak_bytes or 0
     else:
         activations = max(0, peak_bytes - weights["device"] - gradients["device"] - state["device"])
@@ -61,6 +56,7 @@ def measure(
         MemoryRow("optimizer", state["device"], state["host"] + in_host, on_disk),
         MemoryRow("activations", activations, swapped, spilled),
         MemoryRow(
+            # Host memory and disk space reserved beyond the use of state, and of activations at their peak.
             "buffers", 0, report.host_booked_bytes + report.optimizer_host_bytes - swapped - in_host,
             report.disk_booked_bytes + report.optimizer_disk_bytes - spilled - on_disk,
         ),

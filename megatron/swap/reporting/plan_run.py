@@ -15,11 +15,9 @@ from megatron.swap.reporting.site_log import SiteLog, merged, plan_of_run, unlik
 
 
 class PlanRun:
-    """Watches the decisions about saved tensors, as long as a comparison or a file needs them.
+    """Watches the decisions about saved tensors, as long as a comparison with a plan or a file needs them.
 
-    Args:
-        settings: has the plan to compare with, or the file to save one to, or both.
-        describe: returns the model that a saved plan is for. It is called at the end of training.
+    ``describe`` returns the model that a saved plan is for. It is called at the end of training.
     """
 
     def __init__(self, settings: Settings, describe: Callable[[], Model]) -> None:
@@ -45,10 +43,8 @@ class PlanRun:
         return [f"--swap-plan: {line}" for line in lines]
 
     def save(self) -> list[str]:
-        """Save the plan if the settings ask for it. Call it on all ranks at the end of training; rank 0 writes.
-
-        Returns:
-            A line for users if the file cannot be written.
+        """Save the plan if the settings ask for it, and return a line if that fails. Call it on all ranks; rank 0
+        writes.
         """
         if self._settings.save_plan is None or self._log is None:
             return []

@@ -47,7 +47,7 @@ def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[s
 
     Args:
         seen: log of at least one whole step. Layers without an entry are not compared.
-        min_bytes: sites that the plan does not name are ignored below this size.
+        min_bytes: smaller sites that the plan does not name are ignored.
     """
     missing: dict[str, list[int]] = {}
     unknown: dict[str, list[int]] = {}
@@ -81,10 +81,7 @@ def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[s
 def plan_of_run(model: Model, seen: Mapping[Site, Seen], plan: Plan | None) -> Plan:
     """Return the decisions of a run as a plan that repeats them.
 
-    Args:
-        model: model that the plan is for.
-        seen: merged log of all ranks.
-        plan: plan that the run followed, if any. It fills in layers without a log entry.
+    ``plan``: followed by the run, if any. It fills in layers without a log entry.
     """
     names = {action: name for name, action in ACTIONS.items()}
     of_layer: dict[int, dict[str, SitePlan]] = {}

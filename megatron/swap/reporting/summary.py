@@ -153,15 +153,11 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
 
 
 def layer_table(summary: dict[str, Any], swaps: bool = True) -> str:
-    """Return the table at the end: a row for each range of layers with equal figures, and the guard's work.
-
-    Args:
-        summary: as ``build_summary`` returns it.
-        swaps: whether layers were to be swapped. If not, the guard alone may have evicted tensors.
-    """
+    """Return the table at the end: a row for each range of layers with equal figures, and the guard's work."""
     number = summary.get("num_rescues", 0)
     if not number:
         return _layer_table(summary) if swaps else " swap: the out-of-memory guard was not needed"
+    # Where no layers were to be swapped, the guard alone may have evicted tensors.
     rescues = (
         f" swap: the out-of-memory guard rescued {number} allocations: the device was short of up to "
         f"{format_bytes(summary['short_bytes'])}; {format_bytes(summary['rescued_bytes'])} were evicted in total"
@@ -199,16 +195,12 @@ def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
 
 
 def device_line(summary: dict[str, Any], expands: bool) -> str | None:
-    """Return the line on device memory, held and in use, or None without a GPU.
-
-    Args:
-        summary: as ``build_summary`` returns it.
-        expands: whether the allocator may grow its segments, which leaves few fragments.
-    """
+    """Return the line on device memory, held and in use, or None without a GPU."""
     peak_bytes, reserved_bytes = summary["device_peak_bytes"], summary["device_reserved_bytes"]
     if peak_bytes is None or reserved_bytes is None:
         return None
     line = f" swap: the device held at most {format_bytes(reserved_bytes)}, {format_bytes(peak_bytes)} of it in use"
+    # Segments that grow (``expands``) leave few fragments.
     if reserved_bytes - peak_bytes > MANY_FRAGMENTS * peak_bytes and not expands:
         line += "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer fragments"
     num_full = summary["num_full_steps"]
@@ -228,10 +220,6 @@ def build_summary(
 
     Counts of a step (``swapped_out_bytes``, ``num_recomputed``, ``wait_ms``, ``layers`` …) are those of the last step.
     ``steps`` are those of rank 0. All other figures span the run.
-
-    Args:
-        num_layers: layers of the whole model.
-        planning: figures of the planner, in a run that plans itself.
     """
     steps = [rank.steps[-1] for rank in ranks if rank.steps]
     layers: dict[int, list[int]] = {layer: [0, 0] for layer in range(num_layers)}
@@ -303,11 +291,7 @@ def start_table(
     guard_bytes: int = 0,
     needs: str | None = None,
 ) -> list[str]:
-    """Return the lines of the table before the first iteration.
-
-    Args:
-        needs: the memory that the run needs, beside what there is; None if unknown.
-    """
+    """Return the lines of the table before the first iteration. ``needs``: the memory that the run needs, if known."""
     plan = settings.plan
     host = ("host memory", f"{format_bytes(reserved_bytes)} reserved, at most {format_bytes(limit_bytes)} a rank")
     guard = ("guard", f"evicts saved tensors when an allocation fails; host memory for it: {format_bytes(guard_bytes)}")

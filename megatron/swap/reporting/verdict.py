@@ -11,14 +11,11 @@ from megatron.swap.reporting.summary import RankReport
 
 
 def verdict_lines(settings: Settings, ranks: Sequence[RankReport]) -> list[str]:
-    """Return lines on the bytes that autograd held, and would hold without swapping, and on the next command.
-
-    Args:
-        ranks: reports of all ranks. The lines are about the rank that saves most.
-    """
+    """Return lines on the bytes that autograd held, and would hold without swapping, and on the next command."""
     counted = [(report.counted, number) for number, report in enumerate(ranks) if report.counted is not None]
     if not counted:
         return ["the run ended before a step under its plan was counted", f"next: {_next(settings, ranks)}"]
+    # The rank that saves most.
     figures, rank = max(counted, key=lambda entry: entry[0].saved_bytes)
     whose = f" (rank {rank})" if len(ranks) > 1 else ""
     what = "without swapping"
