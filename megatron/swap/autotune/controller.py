@@ -55,7 +55,6 @@ class AutoPlan:
         output.all_ranks(f"at most {budget} of device memory; the first steps are measured")
 
     def watch(self, chunk: nn.Module) -> None:
-        """Measure the forwards of ``chunk``. Call it for each model chunk of this rank."""
         self._undo += [self._meter.watch(chunk), self._profiler.watch(chunk)]
 
     @property
@@ -83,7 +82,6 @@ class AutoPlan:
         self._report_once("tier", f"no room outside the device for some saved tensors: they are kept for now ({error})")
 
     def close(self) -> None:
-        """Take the planner off the model again."""
         while self._undo:
             self._undo.pop()()
 
@@ -155,7 +153,6 @@ class AutoPlan:
             self._save()
 
     def _apply_plan(self, plan: Plan | None) -> None:
-        """Let the next step follow ``plan``."""
         parts, settings = self._parts, self._target.settings
         self.has_switched = True
         self._target.policy.apply_plan(plan)

@@ -39,11 +39,9 @@ class CandidateSearch:
         return not self._waiting
 
     def add(self, trial: Trial) -> None:
-        """Note the result of the candidate that ran."""
         self._trials.append(trial)
 
     def go_on(self) -> None:
-        """Take the next candidate."""
         self.plan = self._waiting.pop(0)
 
     def try_also(self, plan: Plan) -> None:
@@ -82,7 +80,6 @@ class CandidateSearch:
         return min(alike, key=_predicted_first, default=None)
 
     def lowest(self) -> Trial:
-        """Return the candidate that exceeded the budget least."""
         return min(self._trials, key=lambda trial: (trial.over_gib, trial.peak_gib))
 
     def describe(self, trial: Trial) -> str:

@@ -182,7 +182,6 @@ class StateMachine:
 
     @property
     def has_been_stable(self) -> bool:
-        """Whether a plan has been chosen."""
         return any(entry.stage is Stage.STABLE for entry in self.history)
 
     def step_ended(self, step: Step, has_new_numbers: bool = False) -> Transition:

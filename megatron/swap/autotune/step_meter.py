@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,8 +11,49 @@ from torch import nn
 from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import DRIFT, Step, Workload
 from megatron.swap.common.types import GIB, MIB, UsageError, format_bytes
+from megatron.swap.devices.base import Device, Event, Mark
 from megatron.swap.profiling.footprint import Footprint
-from megatron.swap.profiling.step_clock import StepClock
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A step from its first forward to its end. ``over`` passes when the device has reached the end."""
+
+    began: Mark
+    ended: Mark
+    over: Event
+
+
+class StepClock:
+    """Times steps from their first forward to their end. Evaluation and checkpoints between steps do not count."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began: Mark | None = None
+        self._last: _Span | None = None
+
+    def begin(self) -> None:
+        """Begin a forward. The first call of a step starts the clock."""
+        if self._began is None:
+            self._began = self._device.mark()
+
+    def end(self, wait: bool) -> float | None:
+        """End a step, and return its duration in ms (``wait``), or that of the step before; None if not yet known."""
+        last, self._last = self._last, None
+        if self._began is not None:
+            stream = self._device.current_stream()
+            self._last = _Span(self._began, self._device.mark(), self._device.record(stream))
+            self._began = None
+        if wait:
+            self._device.synchronize()
+            last = self._last
+        if last is None or not self._device.has_passed(last.over):
+            return None
+        return last.ended.elapsed_ms_since(last.began)
+
+    def forget(self) -> None:
+        """Drop the time of the last step, which says nothing of the next ones."""
+        self._last = None
 
 
 class StepMeter:

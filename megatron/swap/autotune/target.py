@@ -51,7 +51,6 @@ class PlanTarget:
 
     @property
     def budget_gib(self) -> float:
-        """Most device memory that a step may take."""
         return self.settings.budget_gib(self.device_gib)
 
     @property

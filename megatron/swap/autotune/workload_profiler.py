@@ -55,7 +55,6 @@ class WorkloadProfiler:
         return self._timer.watch(chunk)
 
     def close(self) -> None:
-        """Stop timing, because training has ended or failed."""
         self._timer.abandon()
 
     # --------------------------------------------------------------- recording
@@ -68,7 +67,6 @@ class WorkloadProfiler:
             self._recorder.start(number)
 
     def stop_recording(self) -> None:
-        """Drop a recording that is under way."""
         if self._recorder.is_on:
             self._recorder.abandon()
 
@@ -121,11 +119,9 @@ class WorkloadProfiler:
     # ------------------------------------------------------------------ timing
 
     def time(self, number: int) -> None:
-        """Time the next step, ``number``."""
         self._timer.start(number)
 
     def step_ended(self, step: Step) -> None:
-        """Keep the times of ``step``, if it was timed."""
         if self._timer.is_on and self._untimed is not None:
             self._timer.step_ended(step.number + 1)
             self._untimed.timed.append((step, self._timer.stop()))

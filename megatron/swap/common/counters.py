@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 
@@ -62,16 +62,9 @@ class Totals:
         for number in numbers:
             (out_bytes, in_bytes), (other_out, other_in) = (one.layers.get(number, (0, 0)) for one in (self, other))
             layers[number] = (out_bytes + sign * other_out, in_bytes + sign * other_in)
-        return Totals(
-            layers=layers,
-            num_groups=self.num_groups + sign * other.num_groups,
-            num_late=self.num_late + sign * other.num_late,
-            num_out_copies=self.num_out_copies + sign * other.num_out_copies,
-            num_in_copies=self.num_in_copies + sign * other.num_in_copies,
-            wait_ms=self.wait_ms + sign * other.wait_ms,
-            recomputed_bytes=self.recomputed_bytes + sign * other.recomputed_bytes,
-            num_recomputed=self.num_recomputed + sign * other.num_recomputed,
-        )
+        names = [one.name for one in fields(self) if one.name != "layers"]
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in names}
+        return Totals(layers=layers, **sums)
 
 
 @dataclass

@@ -100,14 +100,14 @@ class Ranges:
         if not self._listeners:
             return nullcontext()
         self._num_forwards[layer] += 1
-        return self._named(f"forward layers.{layer} mb{self.micro_batch(layer)}")
+        return self.mark(f"forward layers.{layer} mb{self.micro_batch(layer)}")
 
     def backward(self, group: Labelled) -> None:
         """Begin the backward range of ``group``, and end that of the group before."""
         if self._listeners:
             self._end_backward()
             stack = ExitStack()
-            stack.enter_context(self._named(f"backward {group.label}"))
+            stack.enter_context(self.mark(f"backward {group.label}"))
             self._backward = group, threading.get_ident(), stack
             self.memory()
 
@@ -130,23 +130,19 @@ class Ranges:
         """Return the range of work on a group: ``prefetch layers.3 mb0 412 MiB``."""
         if not self._listeners:
             return nullcontext()
-        return self._named(f"{what} {group.label} {format_bytes(num_bytes)}")
+        return self.mark(f"{what} {group.label} {format_bytes(num_bytes)}")
 
     def storage(self, what: str, storage: Labelled, num_bytes: int | None = None) -> AbstractContextManager[object]:
         """Return the range of work on a storage: ``copy_in layers.3/mlp.linear_fc1/0 mb0 134217728``."""
         if not self._listeners:
             return nullcontext()
-        return self._named(f"{what} {storage.label}" + ("" if num_bytes is None else f" {num_bytes}"))
+        return self.mark(f"{what} {storage.label}" + ("" if num_bytes is None else f" {num_bytes}"))
 
     def arrived(self, storage: Labelled, memory: Any) -> None:
         """Notify listeners that ``memory`` holds the bytes of ``storage``, or that a copy into it is enqueued."""
         for listener in self._listeners:
             if listener.arrived is not None:
                 listener.arrived(storage, memory)
-
-    def mark(self, name: str) -> AbstractContextManager[object]:
-        """Return a range of any other name, such as a trial recomputation or work of an emulated device."""
-        return self._named(name)
 
     def memory(self) -> None:
         """Mark the bytes of device memory that are allocated now: ``memory 123456789``."""
@@ -155,7 +151,7 @@ class Ranges:
                 with listener.timeline(f"memory {num_bytes}"):
                     pass
 
-    def _named(self, name: str) -> AbstractContextManager[object]:
+    def mark(self, name: str) -> AbstractContextManager[object]:
         if not self._listeners:
             return nullcontext()
         if len(self._listeners) == 1:

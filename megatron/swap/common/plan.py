@@ -71,7 +71,6 @@ class Model:
 
     @property
     def keeps_fp8_weights(self) -> bool:
-        """Whether linear layers with FP8 keep copies of their weights."""
         return self.swap_fp8_weights == KEPT
 
     def __post_init__(self) -> None:
@@ -106,7 +105,6 @@ class PlanClass:
                 raise UsageError(f"sites: {site!r} is not a site. Write path/ordinal, such as mlp.linear_fc1/0.")
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the layer numbers, ascending."""
         return tuple(sorted(parse_ranges(self.layers, f"layers: {self.layers!r} is given", LAYERS_SYNTAX)))
 
 
@@ -139,7 +137,9 @@ class Plan:
     """Fraction of the optimizer state that is offloaded; None: the plan does not set it."""
     file: str | None = field(metadata={"key": None}, default=None, compare=False)
     """The file that the plan was read from."""
-    _class_of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _class_of_layer: dict[int, PlanClass] = field(
+        init=False, repr=False, compare=False, default_factory=dict, metadata={"key": None}
+    )
 
     def __post_init__(self) -> None:
         if self.prefetch_gib is not None and not 0 < self.prefetch_gib < inf:
@@ -170,7 +170,6 @@ class Plan:
         return {site: ACTIONS[planned.action] for site, planned in entry.sites.items()} if entry else {}
 
     def sections(self, layer: int) -> tuple[str, ...]:
-        """Return the sections of ``layer`` that are recomputed in backward."""
         entry = self._class_of_layer.get(layer)
         return entry.sections if entry else ()
 
@@ -228,32 +227,14 @@ def merged(plans: Sequence[Plan]) -> Plan:
     return Plan(first.model, first.budget_gib, sha256, predicted, classes, offload_fraction=max(parts, default=None))
 
 
-@dataclass(frozen=True)
-class _File:
-    """The keys of a plan file, after ``format`` and ``version``."""
-
-    model: Model
-    budget_gib: float | None
-    profile_sha256: str | None
-    predicted: Predicted | None
-    classes: tuple[PlanClass, ...]
-    prefetch_gib: float | None = None
-    offload_fraction: float | None = field(metadata={"key": "resting"}, default=None)
-
-
 def load_plan(path: str | Path) -> Plan:
     """Read a plan, or raise ``UsageError`` with the file, the key, the given value and the allowed values."""
-    file = records.load(_File, path, FORMAT, VERSION)
-    try:
-        return Plan(**{item.name: getattr(file, item.name) for item in dataclasses.fields(_File)}, file=str(path))
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
+    return dataclasses.replace(records.load(Plan, path, FORMAT, VERSION), file=str(path))
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan. ``load_plan`` returns an equal one."""
-    file = _File(**{item.name: getattr(plan, item.name) for item in dataclasses.fields(_File)})
-    records.save(file, path, FORMAT, VERSION)
+    records.save(plan, path, FORMAT, VERSION)
 
 
 def check_model(plan: Plan, model: Model, name: str = "the plan") -> None:

@@ -108,7 +108,6 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def to_text(record: Any, name: str, version: int) -> str:
-    """Return the text that ``save`` writes."""
     text = json.dumps({"format": name, "version": version, **to_json(record)}, indent=1)
     return SHORT.sub(_on_one_line, text) + "\n"
 

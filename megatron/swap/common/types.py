@@ -115,7 +115,6 @@ class MemoryRow:
 
 
 def is_within(least: float, value: object, most: float) -> bool:
-    """Whether ``value`` is a number from ``least`` to ``most``."""
     return isinstance(value, int | float) and least <= value <= most
 
 

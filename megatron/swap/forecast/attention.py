@@ -16,7 +16,6 @@ def takes_flash(attention_backend: object, transformer_impl: str) -> bool:
 
 
 def attention_path(model: Model) -> str:
-    """Return the path of the sites that attention saves."""
     return FLASH if model.flash_attention else FUSED
 
 

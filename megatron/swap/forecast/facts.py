@@ -120,12 +120,10 @@ class MegatronFacts:
 
     @property
     def head_size(self) -> int:
-        """Width of a head of attention."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP."""
         # Megatron's default: four times the hidden size; with a gate two thirds of that, a multiple of 64.
         default = int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
         return self.ffn_hidden_size or default

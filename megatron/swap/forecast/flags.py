@@ -95,7 +95,6 @@ class Training:
 
     @property
     def offloads(self) -> bool:
-        """Whether the flags say that optimizer state is offloaded."""
         return self.states.offload_fraction > 0
 
     @property

@@ -161,7 +161,6 @@ def _mlp(model: Model, size: Sizes) -> list[Kernel]:
 
 
 def forward_ms_of(step: Kernel, gpu: Gpu) -> float:
-    """Return the time of a kernel's forward, in ms."""
     tflops = gpu.attention_tflops if step.is_attention else gpu.fp8_tflops if step.is_fp8 else gpu.tflops
     num_bytes, speed = step.num_bytes + step.quantized_bytes, step.speeds[0]
     if step.is_flash:
@@ -170,7 +169,6 @@ def forward_ms_of(step: Kernel, gpu: Gpu) -> float:
 
 
 def backward_ms_of(step: Kernel, gpu: Gpu) -> float:
-    """Return the time of a kernel's backward, in ms."""
     num_bytes = step.num_bytes * step.backward_bytes + step.weight_gradient * (BYTES + 8) / BYTES
     flops, speeds, quantized = step.flops * step.backward_flops, step.speeds[::-1], step.gradient_quantized_bytes
     as_forward = replace(step, flops=flops, speeds=speeds, num_bytes=num_bytes, quantized_bytes=quantized)

@@ -133,7 +133,6 @@ def num_params(model: Model, tied: bool) -> tuple[float, float]:
 
 
 def params_of_rank(model: Model, tied: bool, pipeline_rank: int = 0) -> float:
-    """Return the parameters of a rank of a pipeline stage."""
     stages = model.pipeline_parallel
     of_layer, of_ends = num_params(model, tied)
     has_ends = (pipeline_rank == 0) + (pipeline_rank == stages - 1)

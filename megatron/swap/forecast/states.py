@@ -74,7 +74,7 @@ class States:
 
     gradient_bytes: int = 4  # of a gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that
     state_bytes: int = 12
-    """Of a parameter's fp32 main value and two moments.
+    """Bytes of a parameter's fp32 main value and two moments.
 
     TransformerEngine's precision-aware optimizer stores only the 16 bits of the main value that the bf16 weight lacks.
     """
@@ -105,11 +105,9 @@ class States:
         return copies_gib + (BUCKETS_GIB if self.offload_fraction else 0.0)
 
     def state_gib(self, num_params: float) -> float:
-        """Return the GiB of this rank's optimizer state on all tiers together."""
         return num_params * self.state_bytes / self.num_shards / GIB
 
     def offloaded_gib(self, num_params: float) -> float:
-        """Return the GiB of this rank's offloaded state in host memory and on disk."""
         return self.offload_fraction * self.state_gib(num_params)
 
     def device_gib(self, num_params: float) -> float:
@@ -117,7 +115,6 @@ class States:
         return self.weights_gib(num_params) + self.gradients_gib(num_params) + self.kept_gib(num_params)
 
     def kept_gib(self, num_params: float) -> float:
-        """Return the GiB of the state that is not offloaded."""
         transposes_gib = 0.0 if self.offload_fraction else num_params * self.transpose_bytes / self.num_shards / GIB
         return self.state_gib(num_params) - self.offloaded_gib(num_params) + transposes_gib
 

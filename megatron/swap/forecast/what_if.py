@@ -11,7 +11,6 @@ from megatron.swap.planner.profile import Link, Profile
 
 
 def with_link(profile: Profile, gb_s: float) -> Profile:
-    """Return ``profile`` with all copies at ``gb_s`` GB/s."""
     return replace(profile, link=Link(gb_s, gb_s, gb_s, gb_s))
 
 

@@ -34,14 +34,12 @@ class BucketLoader:
             self._order = order
 
     def clear(self) -> None:
-        """Drop all loaded and pending buckets."""
         while self._loaded:
             self._transfers.discard(self._loaded.popleft())
         self._pending.clear()
         self._remaining = None
 
     def take(self) -> Bucket | None:
-        """Return the next loaded bucket, or None."""
         return self._loaded.popleft() if self._loaded else None
 
     def load(self, room_bytes: int) -> None:

@@ -170,8 +170,7 @@ class OptimizerState:
 
     @contextmanager
     def on_device(self, param: torch.Tensor, name: str, *, writes: bool = False) -> Iterator[None]:
-        """Put a materialized tensor of ``param`` on the device for a while, if it is offloaded; keep what is written.
-        """
+        """Put a materialized tensor of ``param`` on the device for a while, if it is offloaded."""
         if not self.is_in_host(param, name):
             yield
             return
@@ -182,5 +181,6 @@ class OptimizerState:
             yield
         finally:
             if writes:
+                # Keep the values that the tensor has in the end.
                 in_host.copy_(offloaded.tensor)
             offloaded.tensor.data = in_host

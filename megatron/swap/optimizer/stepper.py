@@ -244,7 +244,6 @@ class OptimizerStepper:
         return self._loader.is_complete
 
     def drop_loaded(self) -> None:
-        """Drop the buckets that were loaded ahead."""
         self._loader.clear()
 
     def set_offloaded(self, params: Collection[torch.Tensor]) -> None:
@@ -273,7 +272,6 @@ class OptimizerStepper:
         self.state.add_missing()
 
     def end_materialize(self) -> None:
-        """End ``materialize``: tensors are placeholders again."""
         self.state.end_materialize()
 
     def store_loaded(self) -> None:

@@ -86,7 +86,6 @@ class StateTransfers:
         self.out_bytes = self.in_bytes = self.device_bytes = 0
 
     def mark(self) -> Mark:
-        """Return a timing mark at this point of the compute stream."""
         return self._device.mark()
 
     # ------------------------------------------------------------------ loading
@@ -145,7 +144,6 @@ class StateTransfers:
         return bucket
 
     def wait_for(self, bucket: Bucket) -> None:
-        """Let compute wait for the copies of ``bucket``."""
         self._device.wait(self._device.current_stream(), bucket.event)
 
     def load_whole(self, param_state: ParamState) -> dict[str, torch.Tensor]:

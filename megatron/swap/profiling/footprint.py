@@ -39,7 +39,6 @@ class Footprint:
         return Footprint(tuple(_filled(entry, known.get(entry.layer, entry)) for entry in self.layers))
 
     def maximum(self, other: Footprint) -> Footprint:
-        """Return the maximum of both footprints, layer by layer."""
         layers = {entry.layer: entry for entry in self.layers}
         for entry in other.layers:
             layers[entry.layer] = _maximum(layers.get(entry.layer, entry), entry)
@@ -80,7 +79,6 @@ class FootprintMeter:
         self._excess_bytes = 0.0
 
     def begin_layer(self, layer: int, input_bytes: int = 0) -> None:
-        """Begin the forward of ``layer`` on hidden states of ``input_bytes``."""
         # A forward that did not end is dropped.
         self._num_tensors = self._num_bytes = 0
         self._like = None
@@ -90,7 +88,6 @@ class FootprintMeter:
             self._exceeded()
 
     def add(self, num_bytes: int) -> None:
-        """Count a tensor that the layer saved, on a storage of ``num_bytes``."""
         self._num_tensors += 1
         self._num_bytes += num_bytes
 

@@ -86,7 +86,6 @@ class _Ends:
         self._streams: dict[str, Stream] = {}
 
     def take(self) -> None:
-        """Allocate the memory."""
         for direction in BOTH:
             self._slots[direction] = self._tier.reserve(self._num_bytes)
             self._buffers[direction] = self._device.allocate(self._num_bytes)
@@ -121,7 +120,6 @@ class _Ends:
         return taken
 
     def free(self) -> None:
-        """Free the memory."""
         for stream in self._streams.values():
             # No memory may go while a copy still reads or writes it.
             event = self._device.record(stream)

@@ -89,8 +89,6 @@ class Observer:
         return peaks
 
     def around(self, hooks: Hooks) -> Hooks:
-        """Return ``hooks`` with counting around them."""
-
         def pack(tensor: torch.Tensor) -> Any:
             if not self.is_on:
                 return hooks.pack(tensor)

@@ -49,7 +49,6 @@ class Profiler:
         return None if self._folder is None else self._folder / f"rank-{self._rank}.json.gz"
 
     def step_ended(self, iteration: int) -> None:
-        """Note that training iteration ``iteration`` has ended; begin or end the trace if it is time."""
         self._num_steps += 1
         # The optimizer creates its state in the first step, and torch.profiler warms up in another.
         if self._num_steps == self._first - 2 and self._folder is not None:

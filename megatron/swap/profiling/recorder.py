@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +19,6 @@ from megatron.swap.common.types import Site, SwapError
 from megatron.swap.devices.base import Device, Mark
 from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.profiling.made_gradients import MadeGradients
-from megatron.swap.profiling.non_layer import NonLayerRecorder
 from megatron.swap.profiling.recording import (
     EVALUATION,
     WORKS,
@@ -29,7 +29,122 @@ from megatron.swap.profiling.recording import (
     SavedStorage,
     What,
 )
-from megatron.swap.profiling.storage_tracker import Reference, StorageTracker, TrackedStorage
+
+Reference = weakref.ref[torch.UntypedStorage]
+
+
+@dataclass(eq=False, slots=True)
+class TrackedStorage[Record]:
+    """A storage on the device with its record."""
+
+    record: Record
+    reference: Reference
+    num_bytes: int  # when last looked at: its owner may resize the storage
+    num_aliases: int = 0  # tensors on the storage that the autograd graph holds
+
+    def has_external_refs(self) -> bool:
+        """Whether anyone but the autograd graph refers to the storage."""
+        storage = self.reference()
+        ours = 1 + self.num_aliases  # the storage's Python object, and one reference for each saved tensor
+        return storage is not None and torch._C._storage_Use_Count(storage._cdata) > ours
+
+
+class StorageTracker[Record]:
+    """The tracked storages of one recording. ``freed`` is called with each storage that is about to be freed."""
+
+    def __init__(self, freed: Callable[[TrackedStorage[Record]], None]) -> None:
+        self._freed = freed
+        self._tracked: dict[int, TrackedStorage[Record]] = {}
+
+    def get(self, storage: torch.UntypedStorage) -> TrackedStorage[Record] | None:
+        """Return the entry of ``storage``, or None if it is not tracked."""
+        entry = self._tracked.get(storage._cdata)
+        return entry if entry is not None and entry.reference() is storage else None
+
+    def track(self, record: Record, storage: torch.UntypedStorage) -> TrackedStorage[Record]:
+        """Track ``storage`` until it is freed."""
+        address, tracked = storage._cdata, self._tracked
+
+        def freed(reference: Reference) -> None:
+            if tracked is self._tracked:
+                self._freed(entry)
+            if tracked.get(address) is entry:
+                del tracked[address]
+
+        # The weak reference dies with the storage itself: torch keeps its Python object alive as long.
+        entry = tracked[address] = TrackedStorage(record, weakref.ref(storage, freed), storage.nbytes())
+        return entry
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self._tracked.values())
+
+    def forget(self) -> None:
+        """Track no storage any longer."""
+        self._tracked = {}
+
+
+class NonLayerRecorder:
+    """The part of a ``Recorder`` for storages outside layers.
+
+    Each record holds its own times instead of events. The planner counts these storages as bytes of the chunk.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._tracker: StorageTracker[NonLayerStorage] = StorageTracker(
+            lambda tracked: self._mark(tracked.record, What.FREED)
+        )
+        self._marks: dict[NonLayerStorage, dict[What, Mark]] = {}
+        self._saved_in_forward: list[TrackedStorage[NonLayerStorage]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tracker.num_bytes
+
+    def saved(self, chunk: int, site: Site, tensor: torch.Tensor) -> NonLayerStorage:
+        """Note that autograd saves ``tensor`` at ``site`` of ``chunk``, and return its storage's record."""
+        storage = tensor.untyped_storage()
+        tracked = self._tracker.get(storage)
+        if tracked is None:
+            for earlier in self._saved_in_forward:
+                # Behind the saving module's return its frame is gone: references that are left are others'.
+                if not earlier.record.site.startswith(f"{site.path}/"):
+                    earlier.record.has_external_refs = earlier.has_external_refs()
+            record = NonLayerStorage(chunk, f"{site.path}/{site.ordinal}", storage.nbytes())
+            self._marks[record] = {}
+            self._mark(record, What.SAVED)
+            tracked = self._tracker.track(record, storage)
+            self._saved_in_forward.append(tracked)
+        tracked.num_aliases += 1
+        return tracked.record
+
+    def forward_ended(self) -> None:
+        """Note external references. Call it when the chunk's frames are gone."""
+        while self._saved_in_forward:
+            tracked = self._saved_in_forward.pop()
+            tracked.record.has_external_refs |= tracked.has_external_refs()
+
+    def asked(self, record: NonLayerStorage) -> None:
+        self._mark(record, What.ASKED)
+
+    def take(self, first: Mark) -> tuple[NonLayerStorage, ...]:
+        """Return all records in the order of saving, with times in ms since ``first``, and forget them."""
+        taken = tuple(self._marks)
+        for record, marks in self._marks.items():
+            record.at_ms = {what: mark.elapsed_ms_since(first) for what, mark in marks.items()}
+        self.forget()
+        return taken
+
+    def forget(self) -> None:
+        self._tracker.forget()
+        self._marks = {}
+        self._saved_in_forward.clear()
+
+    def _mark(self, record: NonLayerStorage, what: What) -> None:
+        marks = self._marks.get(record)
+        if marks is not None and what not in marks:  # a record of an earlier recording has no marks
+            marks[what] = self._device.mark()
 
 
 class Recomputable(Labelled, Protocol):
@@ -101,7 +216,6 @@ class Recorder:
     # ---------------------------------------------------------------- on and off
 
     def start(self, step: int) -> None:
-        """Start recording with training step ``step``, which is about to begin."""
         if self.is_on:
             raise SwapError("the recorder is on already: stop it first.")
         self._forget()
@@ -322,7 +436,6 @@ class Recorder:
         return record
 
     def aliased(self, tensor: torch.Tensor) -> None:
-        """Note that the autograd graph holds another tensor on the storage of ``tensor``."""
         if self.is_on and (tracked := self._tracker.get(tensor.untyped_storage())) is not None:
             tracked.num_aliases += 1
 
@@ -359,7 +472,6 @@ class Recorder:
         return self._non_layer.saved(self._chunk, site, tensor)
 
     def asked(self, record: SavedStorage | NonLayerStorage) -> None:
-        """Note that backward unpacks a tensor on the storage of ``record``."""
         if isinstance(record, NonLayerStorage):
             self._non_layer.asked(record)
         elif self.is_on:
