@@ -7,20 +7,14 @@ from collections.abc import Callable
 from megatron.swap.autotune.workload import DRIFT, Step, Workload
 
 MAX_RECORDED_STEPS = 16
-"""Most steps that are recorded while none is as large as the step for which recording began.
-
-Lengths may change in every step. Rarer large steps get no plan of their own: under the current plan they swap what it
-would keep.
-"""
+"""Most steps that are recorded while none is as large as the step for which recording began. Lengths may change in
+every step. Rarer large steps get no plan of their own: under the current plan they swap what it would keep."""
 PATIENCE_SMALLER = 3
 """Steps in a row that save less before the plan is changed. Doubled when a change measures a new workload, or when
-larger steps come back soon.
-"""
+larger steps come back soon."""
 OTHER_TENSORS = 4
-"""Multiple of that patience for steps that save as much in other tensors.
-
-The plan fits them too if only the number of packed documents has changed, which chance decides in each step.
-"""
+"""Multiple of that patience for steps that save as much in other tensors. The plan fits them too if only the number of
+packed documents has changed, which chance decides in each step."""
 SOON = 4  # multiple of the patience, in steps, within which larger steps count as back soon
 PATIENCE_RARE = 1
 """Rare larger steps, close to each other, before they get a plan. Doubled when recording saw none."""
@@ -44,10 +38,7 @@ class ChangeDetector:
         self._num_smaller = self._num_slower = 0
 
     def has_changed(self, step: Step, planned: Workload, is_known: Callable[[Step], bool]) -> bool:
-        """Whether the plan should change: at once if more is saved, with patience otherwise.
-
-        ``is_known``: whether a plan exists for steps like the given one.
-        """
+        """Whether the plan should change: at once if more is saved, with patience otherwise."""
         if planned.is_like(step):
             self._num_smaller = 0
             return False

@@ -31,10 +31,7 @@ class _Failed:
 
 
 class Ranks:
-    """All ranks of the run. Every rank creates one at the same point, and calls the same methods in the same order.
-
-    ``timeout_minutes``: how long a rank waits for the others; None: as long as torch does by default.
-    """
+    """All ranks of the run. Every rank creates one at the same point, and calls the same methods in the same order."""
 
     def __init__(self, timeout_minutes: float | None = None) -> None:
         self._group: Any = None
@@ -43,6 +40,7 @@ class Ranks:
         if torch.distributed.is_initialized():
             self.num_ranks, self.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
             if self.num_ranks > 1:
+                # Torch has a default of its own.
                 timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
                 self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
@@ -76,10 +74,7 @@ class Ranks:
         )
 
     def gather[T](self, compute: Callable[[], T]) -> list[T]:
-        """Return the results of ``compute`` on every rank, in the order of ranks.
-
-        Raises its error on this rank, or ``RankError`` if another rank failed.
-        """
+        """Return the results of ``compute`` by rank. Raises its error, or ``RankError`` if another rank failed."""
         if self.num_ranks == 1:
             return [compute()]
         failure: Exception | None = None

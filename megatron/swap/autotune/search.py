@@ -23,14 +23,12 @@ class Trial:
 
 
 class CandidateSearch:
-    """Candidate plans that are still to be tried, and results of those that were.
-
-    ``too_high_gib``: lowest predicted peak that proved too high in earlier searches.
-    """
+    """Candidate plans that are still to be tried, and results of those that were."""
 
     def __init__(self, plans: Sequence[Plan], too_high_gib: float = inf) -> None:
         # ``plan``: the candidate that runs now.
         self.plan, *self._waiting = plans
+        # Lowest predicted peak that proved too high in earlier searches.
         self._too_high_gib = too_high_gib
         self._trials: list[Trial] = []
 

@@ -31,10 +31,8 @@ SETTLING_STEPS = 1  # steps after a switch in which the engine learns the order 
 
 PlanMaker = Callable[[Workload, float, float | None], Sequence[Plan]]
 """Returns plans for a workload, the best first, which the cost model puts below the given GiB; raises ``Infeasible``.
-
 The third argument is the memory to leave free for fragments; None: as much as the profile says. Called on all ranks
-alike.
-"""
+alike."""
 
 
 class Stage(Enum):

@@ -81,15 +81,11 @@ class StepMeter:
         self._clock.forget()
 
     def end_step(self, number: int, footprint: Footprint, wait: bool, full_gib: float, short_bytes: int) -> Step:
-        """Return the measurements of the step that ended.
-
-        Args:
-            wait: wait for the device, for the time of this step instead of the step before.
-            short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
-        """
+        """Return the measurements of the step that ended; ``wait``: with its own time, not that of the step before."""
         ms = self._clock.end(wait)
         peak_gib = self._peak_gib()
         if short_bytes:
+            # The device had no room for these bytes, because it has less memory than the budget allows.
             peak_gib = max(peak_gib, self._target.budget_gib) + short_bytes / GIB
         saved_mib = footprint.num_bytes / MIB
         return Step(number, ms, peak_gib, footprint.num_tensors, saved_mib, self.num_micro_batches, full_gib)

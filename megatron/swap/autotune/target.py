@@ -22,8 +22,7 @@ from megatron.swap.profiling.recorder import Recorder
 
 OVERLAP_STEPS = 1
 """Additional settling steps with offloaded optimizer state: buckets are prefetched once the memory of the layers is
-known, and offloaded beside the forward after that.
-"""
+known, and offloaded beside the forward after that."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class PlanTarget:
     settings: Settings  # budget, limits of the search, files for plan and profile
     describe: Callable[[], Model]
     """Returns the shape of the whole model. A model that was built before shows its sequences' length in the first
-    step.
-    """
+    step."""
     device_gib: float  # memory of the device
     recompute: Collection[str]  # producers whose outputs may be recomputed
     recomputes_layers: bool = True  # whether whole layers may be recomputed

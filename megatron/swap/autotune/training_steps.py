@@ -63,10 +63,7 @@ def _optimizer_stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class TrainingSteps:
-    """Counts forwards and steps. A step without a forward does not end.
-
-    ``on_end`` is called with the number of the step that has ended, from 1.
-    """
+    """Counts forwards and steps, and calls ``on_end`` with the number of the step that has ended, from 1."""
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
         self.number = 0  # steps that have ended
@@ -125,6 +122,7 @@ class TrainingSteps:
 
     def _end(self) -> None:
         self._was_stepped = False
+        # A step without a forward does not end.
         if not self.num_forwards:
             return
         self.number += 1

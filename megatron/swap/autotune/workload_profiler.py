@@ -77,10 +77,7 @@ class WorkloadProfiler:
         return profile
 
     def complete(self, footprint: Footprint, workload: Workload | None) -> Footprint:
-        """Return the footprint of a step that ended, with figures for layers whose saved tensors were not seen.
-
-        ``workload``: that of the step's plan; None: there was no plan.
-        """
+        """Return the footprint of a step under ``workload``'s plan, with figures for layers that were not seen."""
         if workload is not None:
             return footprint.filled_from(self._measured[workload].footprint)
         if self._untimed is not None:

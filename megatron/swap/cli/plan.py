@@ -163,11 +163,7 @@ def _flag(name: str) -> str:
 
 
 def plan(options: argparse.Namespace, own: Collection[str] = ()) -> bool:
-    """Print a plan file; or make a plan, print it with its predictions, and write the files that the options name.
-
-    ``own``: the names of all options, which are no training flags. Returns whether something fits. Raises
-    ``UsageError`` for invalid flags and files, and ``OSError``.
-    """
+    """Plan and print what the options name (``own``: no training flags). Return whether something fits."""
     if options.show is not None:
         shown = load_plan(options.show)
         print(plan_heading(shown), plan_table(shown), sep="\n\n")

@@ -39,10 +39,7 @@ class HfPlan:
 
 
 def plan_model(options: argparse.Namespace) -> HfPlan:
-    """Run steps of the model of ``options.hf`` dry, with nothing and with checkpointing, and plan within the budget.
-
-    Raises ``UsageError`` if an option or the config file is invalid, or the model cannot run dry.
-    """
+    """Run steps of the model dry, with nothing and with checkpointing, and plan, or raise ``UsageError``."""
     training = Training(
         options.seq_length,
         1 if options.micro_batch_size is None else options.micro_batch_size,

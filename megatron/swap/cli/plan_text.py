@@ -88,10 +88,6 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
     )
 
 
-def _may_chunk(training: Training) -> bool:
-    return training.loss_chunks is None and choose_num_chunks(training.model, training.has_sum_in_loss) > 1
-
-
 def num_holders(training: Training) -> int:
     """Return how many ranks hold the same weights, and can share their optimizer state."""
     return training.num_replicas * training.model.context_parallel
@@ -103,8 +99,9 @@ def notes(
     """Yield notes on figures that are left out or assumed, and on flags that would make the run faster."""
     stages, chosen = training.model.pipeline_parallel, decision.chosen
     prediction = None if chosen is None or not chosen.is_planned else chosen.prediction
-    if prediction is not None and prediction.peak_at.startswith("at the loss") and _may_chunk(training):
-        shape = training.model, training.has_sum_in_loss
+    shape = training.model, training.has_sum_in_loss
+    may_chunk = training.loss_chunks is None and choose_num_chunks(*shape) > 1
+    if prediction is not None and prediction.peak_at.startswith("at the loss") and may_chunk:
         yield (
             f"The loss sets the peak. --swap-loss-chunks {choose_num_chunks(*shape)} takes up to "
             f"{format_bytes(saved_bytes(*shape))} less there, and computes the logits twice."

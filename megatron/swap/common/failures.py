@@ -21,10 +21,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def report_errors(known: tuple[type[BaseException], ...]) -> None:
-    """Let an exception that ends this process leave its paragraph. A later call replaces an earlier one.
-
-    ``known``: exceptions whose message says all; their tracebacks are not printed.
-    """
+    """Let an exception that ends this process leave its paragraph, without the traceback if it is ``known``."""
     inner = sys.excepthook._inner if isinstance(sys.excepthook, _Reporter) else sys.excepthook
     sys.excepthook = _Reporter(inner, known)
 

@@ -14,10 +14,7 @@ def is_flag(word: str) -> bool:
 
 
 def nearest_flag(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the flag of ``known`` that ``word`` probably stands for, or None.
-
-    ``cutoff``: least similarity, 0 to 1, of a name that does not begin with ``word``.
-    """
+    """Return the flag of ``known`` that ``word`` probably stands for, at least as similar as ``cutoff``, or None."""
     names = {plain_name(flag): flag for flag in known}
     wanted = plain_name(word)
     begun = [name for name in names if name.startswith(wanted)]

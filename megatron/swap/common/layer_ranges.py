@@ -12,10 +12,7 @@ RANGE = re.compile(r"\s*(\d{1,20})\s*(?:-\s*(\d{1,20})\s*)?")
 
 
 def parse_ranges(text: str, where: str, syntax: str, num_layers: int = MOST_LAYERS) -> frozenset[int]:
-    """Return the layers that ``text`` names, below ``num_layers``, or raise ``UsageError``.
-
-    ``where`` begins the error message, ``syntax`` ends it.
-    """
+    """Return the layers that ``text`` names, or raise ``UsageError``, from ``where`` to ``syntax``."""
     layers: set[int] = set()
     for part in text.split(","):
         match = RANGE.fullmatch(part)

@@ -33,11 +33,7 @@ def boot() -> str:
 
 @contextmanager
 def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[Path, int]]:
-    """Make a folder for the time of the context, and remove those that killed processes have left.
-
-    Yields:
-        The folder, and the descriptor of its lock. A child that gets the descriptor keeps the folder alive, too.
-    """
+    """Make a folder, remove those that killed processes have left, and yield it with the descriptor of its lock."""
     parent = Path(tempfile.gettempdir() if parent is None else parent)
     sweep(parent, prefix)
     while True:
@@ -45,6 +41,7 @@ def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[
         if (lock := _locked(folder / LOCK, os.O_CREAT, 0o600)) is not None:
             break
     try:
+        # A child that gets the descriptor keeps the folder alive, too.
         yield folder, lock
     finally:
         shutil.rmtree(folder, ignore_errors=True)

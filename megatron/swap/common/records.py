@@ -26,14 +26,6 @@ KEY = "key"
 """
 
 
-def from_json[T](kind: type[T], value: Any, where: str) -> T:
-    """Return ``value`` (parsed JSON) as a dataclass, tuple, dictionary or plain value of type ``kind``.
-
-    Raises ``UsageError``, which begins with ``where``, if a key is missing or unknown, or a value has another type.
-    """
-    return _read(kind, value, where)
-
-
 def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
     """Return the record in a file that begins with ``"format": name, "version": version``, or raise ``UsageError``."""
     try:
@@ -133,13 +125,14 @@ def _on_one_line(match: re.Match[str]) -> str:
     return f"{match[0][0]}{joined}{match[0][-1]}" if len(joined) < LINE_WIDTH else match[0]
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
+def from_json(kind: Any, value: Any, where: str) -> Any:
+    """Return ``value`` (parsed JSON) as a ``kind``, or raise ``UsageError``, which begins with ``where``."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
         (inner,) = (item for item in arguments if item is not type(None))
-        return _read(inner, value, where)
+        return from_json(inner, value, where)
     if origin is typing.Literal:
         if value not in arguments:
             raise UsageError(f"{where}: {json.dumps(value)} is given; allowed are {', '.join(map(str, arguments))}.")
@@ -149,11 +142,11 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         items = [arguments[0]] * len(value) if arguments[1:] == (...,) else list(arguments)
         _require(len(items) == len(value), where, value, f"a list of {len(items)}")
         return tuple(
-            _read(item, part, f"{where}[{i}]") for i, (item, part) in enumerate(zip(items, value, strict=True))
+            from_json(item, part, f"{where}[{i}]") for i, (item, part) in enumerate(zip(items, value, strict=True))
         )
     if origin is dict:
         _require(isinstance(value, dict), where, value, "an object")
-        return {key: _read(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
+        return {key: from_json(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(typing.cast(type, kind), value, where)
     if kind in (int, float):  # counts, sizes and times are never below 0
@@ -174,7 +167,7 @@ def _read_dataclass(kind: type, value: Any, where: str) -> Any:
     found = {}
     for key, field in fields.items():
         if key in value:
-            found[field.name] = _read(kinds[field.name], value[key], f"{where}: {key}")
+            found[field.name] = from_json(kinds[field.name], value[key], f"{where}: {key}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UsageError(f"{where}: the key {key!r} is missing; needed are {', '.join(fields)}.")
     try:

@@ -38,7 +38,7 @@ GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """The flag of a setting.
+    """The flag of a setting."""
 
     Attributes:
         group: heading in ``--help``, one of ``GROUPS``.
@@ -413,23 +413,16 @@ class Settings:
         return "--swap-policy auto" if fraction is None else f"--swap-memory-fraction {fraction:g}"
 
     def window_bytes(self, plan: Plan | None) -> int | None:
-        """Return the prefetch window in bytes: the user's, else that of ``plan``; ``None``: the engine chooses.
-
-        It is 0 in a run that plans itself and has no plan yet: memory is measured then, not time.
-        """
+        """Return the prefetch window in bytes: the user's, else that of ``plan``; None: the engine chooses."""
         gib = self.prefetch_gib
         if gib is None and plan is not None:
             gib = plan.prefetch_gib
         elif gib is None and self.auto:
-            gib = 0.0
+            gib = 0.0  # a run that plans itself has no plan yet: it measures memory, not time
         return None if gib is None else int(gib * GIB)
 
     def budget_gib(self, device_gib: float) -> float:
-        """Return the most device memory that a step may take, in GiB, on a device with ``device_gib``.
-
-        Raises:
-            UsageError: the device has less memory than ``memory_gib``.
-        """
+        """Return the most GiB of the device that a step may take, or raise ``UsageError`` if it has less."""
         if self.memory_gib is None:
             return device_gib * (USUAL_FRACTION if self.memory_fraction is None else self.memory_fraction)
         _require(self.memory_gib <= device_gib, "--swap-memory-gib", f"{self.memory_gib:g}",
@@ -542,10 +535,7 @@ def _read(name: str, flag: Flag, given: Any) -> Any:
 
 
 def check_files(written: Mapping[str, str | Path | None], read: Mapping[str, str | Path | None]) -> None:
-    """Raise ``UsageError`` before training if a file cannot be written, or is another file of the run too.
-
-    ``written`` and ``read`` map flags to the files that the run writes and reads.
-    """
+    """Raise ``UsageError`` if a file (by flag) cannot be written, or is another file of the run too."""
     flags = {os.path.realpath(path): flag for flag, path in read.items() if path is not None}
     for flag, path in written.items():
         if path is not None:

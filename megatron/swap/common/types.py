@@ -71,11 +71,9 @@ class LayerPosition:
 
     @property
     def early_release(self) -> bool:
-        """True in chunks of fewer than ``FEW_LAYERS`` layers.
-
-        Copies may then use the memory of tensors that the running layer has not saved yet. Longer chunks give that
-        memory back when the layer starts: later frees cost 0.5 to 1 GiB of fragments.
-        """
+        """True in chunks of fewer than ``FEW_LAYERS`` layers, which release memory storage by storage."""
+        # Copies may then use the memory of tensors that the running layer has not saved yet. Longer chunks give that
+        # memory back when the layer starts: later frees cost 0.5 to 1 GiB of fragments.
         return self.num_layers < FEW_LAYERS
 
     def num_trailing_kept(self, window_groups: int) -> int:

@@ -166,10 +166,7 @@ def has_short_gradients(facts: MegatronFacts) -> bool:
 
 
 def model_of(facts: MegatronFacts, fp8_weights: str | None = None) -> Model:
-    """Return the model, or raise ``UsageError`` if the vocabulary's size is missing. None means Megatron's default.
-
-    ``fp8_weights``: as ``Settings.chosen_fp8_weights``.
-    """
+    """Return the model, or raise ``UsageError`` if the vocabulary's size is missing. None means Megatron's default."""
     tensor, heads = facts.tensor_model_parallel_size, facts.num_attention_heads
     return Model(
         num_layers=facts.num_layers,

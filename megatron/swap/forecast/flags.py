@@ -28,11 +28,9 @@ from megatron.swap.forecast.loss_chunks import choose_num_chunks
 from megatron.swap.forecast.states import States
 
 FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
-"""The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version.
-
-Flags that need a value have ``VALUE`` behind them. ``python -m tests.pages`` renews the file: planning imports neither
-Megatron nor torch, so it cannot ask the parser.
-"""
+"""The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version. Flags that need
+a value have ``VALUE`` behind them. ``python -m tests.pages`` renews the file: planning imports neither Megatron nor
+torch, so it cannot ask the parser."""
 
 UNSUPPORTED = frozenset({
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
@@ -82,8 +80,7 @@ class Training:
     avoids_disk: str | None = None  # a flag with which optimizer state cannot be on disk
     may_drop_copies: bool = False
     """The planner chooses whether layers in FP8 keep copies of their weights: no flag says it, and there is a single
-    pipeline stage, since all stages must do the same.
-    """
+    pipeline stage, since all stages must do the same."""
     has_dropout: bool = False  # as for ``layer_class``
 
     @property

@@ -23,10 +23,8 @@ NUM_READS = {"tensorwise": 2, "delayed": 1, "blockwise": 1}  # of quantization's
 KEEP_CONTEXT = ("tensorwise", "blockwise")  # recipes with which linear_proj saves its input in bf16
 BLOCK = 128  # values with a scale of their own, in fp32, under the recipe ``blockwise``
 SPEEDS = {"blockwise": (0.88, 0.80)}
-"""Speed of products in forward and in backward, relative to ``Gpu.fp8_tflops``; others: 1.
-
-Fitted to the unswapped runs of two shapes on one H200 (docs/results/h200-fp8.jsonl).
-"""
+"""Speed of products in forward and in backward, relative to ``Gpu.fp8_tflops``; others: 1. Fitted to the unswapped runs
+of two shapes on one H200 (docs/results/h200-fp8.jsonl)."""
 PROJ = "self_attention.linear_proj"
 RESIDUAL_SECTION = "residual"  # runs linear_proj again, for the sum that the second norm reads
 RECOMPUTE_INPUTS = {
@@ -37,8 +35,7 @@ RECOMPUTE_INPUTS = {
     "mlp/0": ("mlp.linear_fc1/0",),
 }
 """Sites of an FP8 layer that can be recomputed alone, and their inputs. All but linear_fc1's output are quantized
-again.
-"""
+again."""
 ONLY_QUANTIZED = frozenset({f"{PROJ}/0"})  # quantized sites that are made from a bf16 tensor that is saved
 OF_LINEARS = frozenset({"mlp/0", "qkv", RESIDUAL_SECTION})
 """Sites and sections that run a linear layer again: not with ``delayed``, which would write the next scales."""
@@ -103,10 +100,8 @@ def moved_bytes(recipe: str, bf16_bytes: float, num_layouts: int = 2) -> float:
 def saved_sites(
     recipe: str, path: str, quantized: float, norm_input: float | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """Return the sites of a linear layer, in the order in which it saves them, and their bytes.
-
-    ``quantized`` and ``norm_input``: bytes of the inputs of products and norm, in bf16. A layer with a norm saves both.
-    """
+    """Return the sites of a linear layer, in the order in which it saves them, and their bytes."""
+    # Bytes of the product's input, and of the norm's in a layer that has a norm, are given in bf16.
     num_values = quantized / BF16
     # Block scales are a site of their own. A single scale for a whole tensor is too small to count.
     sizes = [num_values, FP32 * num_values / BLOCK] if recipe == "blockwise" else [num_values]

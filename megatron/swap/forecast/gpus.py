@@ -61,30 +61,23 @@ class Gpu:
 WIDE, NARROW = 4096, 560
 """The hidden size from which on linear layers are fastest, and the cost of each product beside it, in the same unit."""
 TFLOPS, ATTENTION, BANDWIDTH, OPTIMIZER, LINK, BOTH_WAYS = 0.6, 0.52, 0.7, 0.48, 0.85, 0.88
-"""Fractions of a data sheet's figures that training is assumed to reach.
-
-Of its dense bf16 TFLOP/s in linear layers and in attention, of its memory bandwidth in elementwise kernels and in the
-optimizer, of its link in one direction, and of that in each of both. An H200 reached 0.69, 0.59, 0.71, 0.48, 0.88,
-0.89.
-"""
+"""Fractions of a data sheet's figures that training is assumed to reach. Of its dense bf16 TFLOP/s in linear layers and
+in attention, of its memory bandwidth in elementwise kernels and in the optimizer, of its link in one direction, and of
+that in each of both. An H200 reached 0.69, 0.59, 0.71, 0.48, 0.88, 0.89."""
 
 
 FP8_SPEED = 2
-"""Dense FP8 TFLOP/s over dense bf16 TFLOP/s in all data sheets (H100 and H200: 1,979 and 989).
-
-Linear layers are assumed to reach the same fraction of both; on an H200 they reached 0.63 and 0.69.
-"""
+"""Dense FP8 TFLOP/s over dense bf16 TFLOP/s in all data sheets (H100 and H200: 1,979 and 989). Linear layers are
+assumed to reach the same fraction of both; on an H200 they reached 0.63 and 0.69."""
 ADA: tuple[str, ...] = ("tensorwise", "delayed")
 HOPPER: tuple[str, ...] = (*ADA, "blockwise")
 """FP8 recipes by generation (TransformerEngine 2.20.2). Blackwell computes ``blockwise`` by another format, MXFP8."""
 FLASH_4 = (1.09, 1.145)
 """``flash_speeds`` of flash-attn 4 on Hopper: one H200, TransformerEngine 2.20.2, 128k tokens, 32 heads of 128, 8
-groups; 1.02 and 1.135 at 32k (docs/results/h200-attention.json).
-"""
+groups; 1.02 and 1.135 at 32k (docs/results/h200-attention.json)."""
 FLASH_2 = (0.53, 0.57)
 """``own_flash_speeds`` on Hopper: one H200, 8k and 16k tokens, 306 to 321 TFLOP/s in forward and 285 to 292 in
-backward, half of the products counted; 267 and 262 at 4k (docs/results/h200-trainer.json).
-"""
+backward, half of the products counted; 267 and 262 at 4k (docs/results/h200-trainer.json)."""
 
 
 def _sheet(
@@ -124,20 +117,16 @@ GPUS = {
     "rtx4090": _sheet("NVIDIA GeForce RTX 4090", 165, 1008, 23.5, PCIE4, "NVIDIA GeForce RTX 4090", fp8=ADA),
     "rtx5090": _sheet("NVIDIA GeForce RTX 5090", 209.5, 1792, 31.3, PCIE5, "NVIDIA GeForce RTX 5090", fp8=ADA),
 }
-"""GPUs by their name on the command line. Link speeds are those of one GPU alone (``Gpu.beside``).
-
-Sources of TFLOP/s, memory bandwidth and link: NVIDIA's data sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core
-GPU" (SXM, PCIe and NVL; half of the figures "with sparsity"), "DGX B200" and "GB200 NVL72" (one of 8 and of 72 GPUs),
-and its architecture papers "Ada GPU Architecture" (RTX 4090) and "RTX Blackwell GPU Architecture" (RTX 5090; bf16 with
-fp32 accumulation). Memory is what CUDA reports, less than the size in a GPU's name.
-"""
+"""GPUs by their name on the command line. Link speeds are those of one GPU alone (``Gpu.beside``). Sources of TFLOP/s,
+memory bandwidth and link: NVIDIA's data sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core GPU" (SXM, PCIe and
+NVL; half of the figures "with sparsity"), "DGX B200" and "GB200 NVL72" (one of 8 and of 72 GPUs), and its architecture
+papers "Ada GPU Architecture" (RTX 4090) and "RTX Blackwell GPU Architecture" (RTX 5090; bf16 with fp32 accumulation).
+Memory is what CUDA reports, less than the size in a GPU's name."""
 
 SHARED_GB_S = {2: (32.0, 32.0), 4: (17.0, 17.0), 8: (17.0, 10.0)}
-"""GB/s of each GPU in one direction, and in each of both, while 2, 4 and 8 GPUs of an H200 host copy at once.
-
-By the slowest GPU: 32 and 17 both ways with 2 and 4; with 8, 10 to 14 both ways, and 17 to 30 in one direction. One
-direction alone was not measured with 2 and 4: it is taken for as fast as both.
-"""
+"""GB/s of each GPU in one direction, and in each of both, while 2, 4 and 8 GPUs of an H200 host copy at once. By the
+slowest GPU: 32 and 17 both ways with 2 and 4; with 8, 10 to 14 both ways, and 17 to 30 in one direction. One direction
+alone was not measured with 2 and 4: it is taken for as fast as both."""
 MAX_PER_HOST = max(SHARED_GB_S)
 GB_S_PER_TFLOPS = 3.4  # memory bandwidth over dense bf16 TFLOP/s of an H100, for a GPU described by three numbers
 CUSTOM = "custom:"

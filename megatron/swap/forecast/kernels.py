@@ -74,10 +74,7 @@ def sizes_of(model: Model) -> Sizes:
 
 
 def kernels(model: Model) -> list[Kernel]:
-    """Return the kernels of a dense TransformerEngine layer's forward, in order.
-
-    Raises ``UsageError`` if the formulas do not cover the layer.
-    """
+    """Return the kernels of a dense TransformerEngine layer's forward, in order, or raise ``UsageError`` for others."""
     uncovered = {
         f"--transformer-impl {model.transformer_impl}": model.transformer_impl != "transformer_engine",
         f"--num-experts {model.num_experts}": model.num_experts,

@@ -41,10 +41,7 @@ def num_tokens(model: Model) -> float:
 
 
 def loss_bytes(model: Model, num_chunks: int = 1, has_sum: bool = False) -> LossBytes:
-    """Return the bytes around the loss in ``num_chunks`` chunks of the sequence.
-
-    ``has_sum``: several chunks hold the sum of the weight's gradients in fp32 (``facts.has_sum_in_loss``).
-    """
+    """Return the bytes around the loss in ``num_chunks`` chunks of the sequence, with ``facts.has_sum_in_loss``."""
     tokens, words = num_tokens(model), model.padded_vocab_size / model.tensor_parallel
     hidden = tokens * model.hidden_size * BYTES / (model.tensor_parallel if model.sequence_parallel else 1)
     of_chunk, of_weight = tokens / num_chunks, 4 * model.hidden_size * words if has_sum else 0.0
@@ -62,10 +59,7 @@ def saved_bytes(model: Model, has_sum: bool = False) -> float:
 
 
 def choose_num_chunks(model: Model, has_sum: bool = False) -> int:
-    """Return the fewest chunks with which the loss takes no more memory than a layer's MLP, or a chunk of it.
-
-    1: the whole loss sets no peak, or chunks with a sum (``has_sum``, as for ``loss_bytes``) take more.
-    """
+    """Return the fewest chunks with which the loss takes no more memory than a layer's MLP, or a chunk of it."""
     tokens = num_tokens(model)
     wide = model.ffn_hidden_size / model.tensor_parallel * (2 if model.gated else 1)
     of_layer = tokens * BYTES * (2 * model.hidden_size + wide / model.mlp_chunks)
@@ -74,4 +68,5 @@ def choose_num_chunks(model: Model, has_sum: bool = False) -> int:
         sizes = loss_bytes(model, num_chunks, has_sum)
         if sizes.peak - sizes.inputs <= of_layer:
             return num_chunks
+    # Chunks with a sum may take more than the whole.
     return most if loss_bytes(model, most, has_sum).peak < loss_bytes(model).peak else 1

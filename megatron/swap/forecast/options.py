@@ -250,10 +250,7 @@ def weight_gradients_gib(training: Training, num_params: float) -> float:
 def without_planner(
     profile: Profile, budget_gib: float, states: States | None, gradients_gib: float
 ) -> list[Option]:
-    """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it.
-
-    ``gradients_gib``: 16-bit gradients of all weights of the rank; 0: there are none, or they are not known.
-    """
+    """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it."""
     recomputed = tuple(
         PlanClass(format_ranges(entry.layers), {}, (LAYER_SECTION,))
         for entry in profile.layers if any(part.name == LAYER_SECTION for part in entry.sections)

@@ -263,19 +263,6 @@ def with_megatrons_loss(profile: Profile) -> Profile:
     ))  # fmt: skip
 
 
-def with_measured_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms: float) -> Profile:
-    """Return ``profile`` with its times scaled so that a micro-batch's forward and backward equal the measured ones."""
-    non_layer, layers = profile.non_layer, profile.layers
-    forward = forward_ms / (non_layer.forward_ms + sum(len(e.layers) * e.forward_ms for e in layers))
-    backward = backward_ms / (non_layer.backward_ms + sum(len(e.layers) * e.backward_ms for e in layers))
-    rest = max(0.0, step_ms - profile.num_micro_batches * (forward_ms + backward_ms))
-    return replace(
-        profile,
-        non_layer=replace(non_layer_scaled(non_layer, forward, backward), optimizer_ms=rest),
-        layers=tuple(scaled(entry, forward, backward) for entry in layers),
-    )
-
-
 def non_layer_scaled(non_layer: NonLayer, forward: float, backward: float, mib: float = 1.0) -> NonLayer:
     """Return ``non_layer`` scaled as ``scaled`` does. Idle times of sites scale with ``backward``."""
     return replace(

@@ -13,10 +13,8 @@ DISK_MS_PER_GIB = GIB / 1e6 * (1 / 1.2 + 1 / 2.2)
 TYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
 """Bytes of a value, by the words of training flags and by the types that Megatron makes of them."""
 STATE_HOST_FRACTION = 0.9
-"""Most of host memory for optimizer state, if the planner decides how much is offloaded.
-
-Activations can be recomputed instead, so that the largest models need host memory for their state.
-"""
+"""Most of host memory for optimizer state, if the planner decides how much is offloaded. Activations can be recomputed
+instead, so that the largest models need host memory for their state."""
 
 
 def type_bytes(given: object) -> int:
@@ -25,11 +23,9 @@ def type_bytes(given: object) -> int:
 
 
 def max_state_before_disk(host: float, disk: float) -> float:
-    """Return how much of ``host`` memory optimizer state may take, in the unit of ``host`` and ``disk``.
-
-    The decision comes before the size of activations is known. ``disk``: 0 if there is none.
-    """
-    # Half, so that activations need not use the disk in every micro-batch, unless half and disk hold too little.
+    """Return how much of ``host`` memory optimizer state may take. ``disk``: 0 if there is none."""
+    # The size of activations is not known yet. Half is left to them, so that they need not use the disk in every
+    # micro-batch, unless half and disk hold too little.
     return max(host / 2, host - disk) if disk else host
 
 
@@ -74,10 +70,8 @@ class States:
 
     gradient_bytes: int = 4  # of a gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that
     state_bytes: int = 12
-    """Bytes of a parameter's fp32 main value and two moments.
-
-    TransformerEngine's precision-aware optimizer stores only the 16 bits of the main value that the bf16 weight lacks.
-    """
+    """Bytes of a parameter's fp32 main value and two moments. TransformerEngine's precision-aware optimizer stores only
+    the 16 bits of the main value that the bf16 weight lacks."""
     num_shards: int = 1  # number of ranks that share the state
     offload_fraction: float = 0.0  # fraction of the state that is offloaded to host memory (``--swap-optimizer``)
     is_auto: bool = False  # the planner decides how much is offloaded, at most ``offload_fraction``

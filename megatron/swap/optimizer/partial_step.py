@@ -15,10 +15,7 @@ Table = dict[torch.Tensor, Any]  # entries by parameter that an optimizer keeps 
 
 
 class PartialStep:
-    """Calls the optimizer's own step with other parameters in its groups. Construct it before the step is replaced.
-
-    ``tables``: entries by parameter beside the optimizer's ``state``, such as scales of 16-bit moments.
-    """
+    """Calls the optimizer's own step with other parameters in its groups. Construct it before the step is replaced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, tables: Sequence[Table] = ()) -> None:
         self._optimizer = optimizer
@@ -39,10 +36,7 @@ class PartialStep:
         return self._group_of[param]
 
     def __call__(self, params: Sequence[list[torch.Tensor]]) -> list[Settings]:
-        """Step ``params``, a list per group, and return each group's settings after the step.
-
-        The optimizer's own groups do not change.
-        """
+        """Step ``params``, a list per group, and return each group's settings after the step."""
         groups = self._optimizer.param_groups
         # Groups without parameters take part: TransformerEngine keeps the step counter in the group, and advances it.
         self._optimizer.param_groups = [{**group, "params": mine} for group, mine in zip(groups, params, strict=True)]
@@ -53,6 +47,7 @@ class PartialStep:
                 for group in self._optimizer.param_groups
             ]
         finally:
+            # The optimizer's own groups do not change.
             self._optimizer.param_groups = groups
 
     def probe_state(self, param: torch.Tensor) -> dict[str, torch.dtype]:

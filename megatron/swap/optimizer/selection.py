@@ -12,14 +12,11 @@ ROUNDING = 1e-9  # relative tolerance, so that a fraction of 1 admits all parame
 
 
 class StateSelection:
-    """Chooses parameters while they are created one by one, and again when the planner changes the fraction.
-
-    All bytes are bytes of parameters, to which the bytes of state are proportional. Smaller parameters than
-    ``min_bytes`` are kept on the device.
-    """
+    """Chooses parameters while they are created one by one, and again when the planner changes the fraction."""
 
     def __init__(self, fraction: float, min_bytes: int) -> None:
         self.fraction = fraction  # as given, or less after ``limit``
+        # All bytes are bytes of parameters, to which the bytes of state are proportional. Smaller parameters stay.
         self._min_bytes = max(1, min_bytes)
         self.seen_bytes = self.offloaded_bytes = 0
 

@@ -18,10 +18,7 @@ class LayerFootprint(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Tensors and bytes that each layer saved in a step. Hashable.
-
-    Each saved tensor counts its whole storage, so the policy does not change the footprint of layers that were seen.
-    """
+    """Tensors and bytes that each layer saved in a step, the same under any policy for layers that were seen."""
 
     layers: tuple[LayerFootprint, ...]
 
@@ -89,6 +86,7 @@ class FootprintMeter:
 
     def add(self, num_bytes: int) -> None:
         self._num_tensors += 1
+        # The whole storage, for each tensor on it: so the policy does not change the footprint.
         self._num_bytes += num_bytes
 
     def is_like(self, other: int) -> None:

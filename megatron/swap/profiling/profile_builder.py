@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import count
 from statistics import median
@@ -90,11 +90,7 @@ def trained_layers(recording: Recording) -> set[int]:
 def with_recorded_times(
     profile: Profile, recordings: Sequence[Recording], host_factor: float | None = None
 ) -> Profile:
-    """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed whole.
-
-    ``host_factor``: forward time of the host for a layer in a checkpoint, in multiples of the layer's own; None:
-    unknown.
-    """
+    """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed whole."""
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
     costs = [timeline.costs for timeline in timelines]
@@ -127,6 +123,7 @@ def _timed(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
         # The least: with a full queue of kernels the host waits for the device.
+        # ``host_factor``: the host's time for a layer in a checkpoint, in multiples of the layer's own.
         host_ms=min(one.host_ms for one in passes) / host_factor if host_factor and recompute_ms else 0.0,
         sites=tuple(
             replace(
@@ -259,13 +256,13 @@ def _layer_class(
                 is_ineligible=_is_ineligible(passes, name, min_mib),
             )
         )
-    whole = _whole_layer(passes, sites, forward_ms, backward_ms, min_mib) if whole_layers else None
+    whole, unsaved = _whole_layer(passes, sites, forward_ms, backward_ms, min_mib) if whole_layers else ((), ())
     return LayerClass(
         layers,
         forward_ms,
         backward_ms,
-        (*sites, *(whole.needs_unsaved if whole else ())),
-        (*sections, *((whole.section,) if whole else ())),
+        (*sites, *unsaved),
+        (*sections, *whole),
         _temporaries(passes, timed, backward_ms),
         max(one.end_bytes for one in passes) / MIB,
         made_mib=_made_mib(layers, timeline),
@@ -290,15 +287,13 @@ def _gone_at_ms(passes: Sequence[LayerPass], site: str, forward_ms: float) -> fl
 
 
 def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timeline: Timeline) -> tuple[Section, ...]:
-    """Return a section for each group of sites that are recomputed from, or through, the same unsaved storages.
-
-    Recomputing one site of a group costs nearly as much as recomputing all.
-    """
+    """Return a section for each group of sites that are recomputed from, or through, the same unsaved storages."""
     shared_of: dict[str, set[str]] = {}
     for one in passes:
         for site, storage in one.sites.items():
             if shared := _shared(storage):
                 shared_of.setdefault(site, set()).update(shared)
+    # Recomputing one site of a group costs nearly as much as recomputing all.
     groups: list[tuple[set[str], set[str]]] = []
     for site, names in shared_of.items():
         mine, shared = {site}, set(names)
@@ -376,14 +371,6 @@ def _temporaries(
     return tuple(levels)
 
 
-@dataclass(frozen=True)
-class _WholeLayer:
-    """The section ``layer``, and sites of inputs that the layer's own operators do not save."""
-
-    section: Section
-    needs_unsaved: tuple[SiteProfile, ...]
-
-
 def _unsaved_inputs(passes: Sequence[LayerPass]) -> tuple[int, bool]:
     """Return the bytes of inputs that the layer does not save, and whether others hold some of them."""
     found = [one.unsaved_inputs for one in passes if one.unsaved_inputs is not None]
@@ -392,8 +379,8 @@ def _unsaved_inputs(passes: Sequence[LayerPass]) -> tuple[int, bool]:
 
 def _whole_layer(
     passes: Sequence[LayerPass], sites: Sequence[SiteProfile], forward_ms: float, backward_ms: float, min_mib: float
-) -> _WholeLayer | None:
-    """Return how the layer is recomputed from its inputs, or None: they are unknown, or nothing would be freed."""
+) -> tuple[tuple[Section, ...], tuple[SiteProfile, ...]]:
+    """Return the section ``layer``, and sites of inputs that the layer does not save. None: nothing would be freed."""
     inputs = tuple(site.site for site in sites if _is_input(passes, site.site))
     frees = tuple(site.site for site in sites if site.site not in inputs and not site.is_unsaved)
     num_bytes, is_held = _unsaved_inputs(passes)
@@ -404,11 +391,11 @@ def _whole_layer(
         free, mib = next(name for name in names if all(name != site.site for site in sites)), num_bytes / MIB
         unsaved = (SiteProfile(free, mib, 0.0, 0.0, backward_ms, is_ineligible=is_ineligible),)
     if not frees or not (inputs or unsaved):
-        return None
+        return (), ()
     # Temporaries of backward have what is saved outside the layers already.
     peak_mib = max(max(0, one.forward_peak_bytes - one.non_layer_bytes) for one in passes) / MIB
     needs = (*(site.site for site in unsaved), *inputs)
-    return _WholeLayer(Section(LAYER_SECTION, frees, needs, forward_ms, peak_mib), unsaved)
+    return (Section(LAYER_SECTION, frees, needs, forward_ms, peak_mib),), unsaved
 
 
 def _non_layer(

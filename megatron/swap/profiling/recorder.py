@@ -85,16 +85,14 @@ class StorageTracker[Record]:
 
 
 class NonLayerRecorder:
-    """The part of a ``Recorder`` for storages outside layers.
-
-    Each record holds its own times instead of events. The planner counts these storages as bytes of the chunk.
-    """
+    """The part of a ``Recorder`` for storages outside layers."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._tracker: StorageTracker[NonLayerStorage] = StorageTracker(
             lambda tracked: self._mark(tracked.record, What.FREED)
         )
+        # Times in place of events: the planner counts these storages as bytes of the chunk.
         self._marks: dict[NonLayerStorage, dict[What, Mark]] = {}
         self._saved_in_forward: list[TrackedStorage[NonLayerStorage]] = []
 
@@ -229,16 +227,12 @@ class Recorder:
         if self.is_on:
             self.ranges.step(step)
             self._note(What.STEP)
-            self._runs.clear()
-            self._records.clear()
-            self._saved_in_run.clear()
-            self._forget_inputs()
+            for notes in (self._runs, self._records, self._saved_in_run):
+                notes.clear()
+            for inputs in (self._inputs, self._called_with, self._unsaved, self._shared):
+                inputs.clear()
             self._last_forward = None
             self._gradients.forget()
-
-    def _forget_inputs(self) -> None:
-        for notes in (self._inputs, self._called_with, self._unsaved, self._shared):
-            notes.clear()
 
     def stop(self) -> Recording:
         """Stop, and return the recording up to the end of the last whole step. Raises ``SwapError`` if none has ended.
@@ -336,7 +330,9 @@ class Recorder:
 
     @contextmanager
     def _forward(self, label: str) -> Iterator[None]:
-        run = self._runs[label] = _layer_run(label)
+        layer, micro_batch = label.split()
+        run = PassKey(int(layer.removeprefix("layers.")), int(micro_batch.removeprefix("mb")))
+        self._runs[label] = run
         self._note(What.FORWARD_BEGIN, pass_key=run, num_bytes=self._non_layer.num_bytes)
         yield
         if self.is_on:
@@ -442,16 +438,14 @@ class Recorder:
     def recomputed(
         self, spec: Recomputable, producer: str, inputs: Sequence[torch.Tensor], unsaved: Sequence[Recomputable]
     ) -> None:
-        """Note that the output of ``spec``, which was saved just now, will be recomputed from ``inputs``.
-
-        ``unsaved``: specs of storages that nobody saves, on the way from ``inputs`` to the output.
-        """
+        """Note that the output of ``spec``, which was saved just now, will be recomputed from ``inputs``."""
         if not self.is_on or (storage := spec.output()) is None or (tracked := self._tracker.get(storage)) is None:
             return
         record = tracked.record
         found = [self._tracker.get(tensor.untyped_storage()) for tensor in inputs]
         record.producer = producer
         record.recompute_inputs = tuple(dict.fromkeys(one.record for one in found if one is not None))
+        # Storages that nobody saves, on the way from ``inputs`` to the output.
         names = [f"{one.site.path}/{one.site.ordinal}+{one.number}" for one in unsaved]
         record.intermediates = tuple(dict.fromkeys(names))
         for one, name in zip(unsaved, names, strict=True):
@@ -463,10 +457,7 @@ class Recorder:
         return self._last_forward is not None
 
     def saved_non_layer(self, site: Site, tensor: torch.Tensor) -> NonLayerStorage | None:
-        """Note that the current chunk saves ``tensor`` outside its layers.
-
-        Return the record of its storage, or None if a layer has saved that storage.
-        """
+        """Note a tensor that the current chunk saves outside its layers; None if a layer has saved its storage."""
         if self._tracker.get(tensor.untyped_storage()) is not None:
             return None
         return self._non_layer.saved(self._chunk, site, tensor)
@@ -487,11 +478,6 @@ class Recorder:
     def _freed(self, tracked: TrackedStorage[SavedStorage]) -> None:
         if self.is_on:
             self._note(What.FREED, storage=tracked.record, num_bytes=tracked.num_bytes)
-
-
-def _layer_run(label: str) -> PassKey:
-    layer, micro_batch = label.split()
-    return PassKey(int(layer.removeprefix("layers.")), int(micro_batch.removeprefix("mb")))
 
 
 def _micro_batch(label: str) -> str:

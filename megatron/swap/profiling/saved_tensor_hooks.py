@@ -77,10 +77,7 @@ def is_of_checkpoint(hooks: Hooks) -> bool:
 
 
 class HooksContext(AbstractContextManager[None]):
-    """A context in which autograd calls ``hooks``, behind the user's. Without effect where hooks are off.
-
-    ``has_around``: ``hooks`` call the hooks around them by themselves.
-    """
+    """A context in which autograd calls ``hooks``, behind the user's. Without effect where hooks are off."""
 
     def __init__(self, hooks: Hooks, *, has_around: bool = False) -> None:
         self._hooks = hooks
@@ -91,6 +88,7 @@ class HooksContext(AbstractContextManager[None]):
         if are_hooks_off():
             return
         around, hooks = users_hooks(), self._hooks
+        # Hooks with ``has_around`` call the user's by themselves.
         if around is not None and not self._has_around:
             hooks = _behind(around, hooks)
         _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)

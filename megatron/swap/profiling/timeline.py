@@ -20,10 +20,8 @@ from megatron.swap.profiling.recording import (
 )
 
 EXCLUDED_WORK = frozenset({TRIAL, BRING_BACK, EVALUATION})
-"""Work whose memory does not count.
-
-Trials occur only while recording, reloaded storages count when they arrive, evaluations belong to no step.
-"""
+"""Work whose memory does not count. Trials occur only while recording, reloaded storages count when they arrive,
+evaluations belong to no step."""
 Moment = tuple[What, str]
 """A moment of a backward: its begin or end, or the first use or the free of a site."""
 

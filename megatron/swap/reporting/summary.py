@@ -57,10 +57,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class CountedStep:
-    """A step in which the bytes that autograd holds were counted: most bytes at once.
-
-    Tensors that a layer saves when it runs again do not count.
-    """
+    """A step in which the bytes that autograd holds were counted, without saves of layers that run again."""
 
     iteration: int
     held_bytes: int  # held by autograd

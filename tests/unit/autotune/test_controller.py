@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.swap.autotune.controller import AutoPlan
-from megatron.swap.autotune.plan_files import PlanFiles
+from megatron.swap.autotune.controller import AutoPlan, PlanFiles
 from megatron.swap.autotune.state_machine import Stage, Transition
 from megatron.swap.autotune.target import Output, PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step

@@ -17,7 +17,7 @@ from megatron.swap.common.plan import load_plan
 from megatron.swap.forecast.flags import Training, read_flags
 from megatron.swap.forecast.gpus import find_gpu
 from megatron.swap.forecast.options import FULL, NOTHING, states_on, weight_gradients_gib, without_planner
-from megatron.swap.forecast.shape import params_of_rank, shape_profile, with_measured_times, with_megatrons_loss
+from megatron.swap.forecast.shape import non_layer_scaled, params_of_rank, scaled, shape_profile, with_megatrons_loss
 from megatron.swap.planner.profile import Link, Profile
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import empty_plan, solve
@@ -74,6 +74,19 @@ def compared(file: str) -> Iterator[Compared]:
         if none is not None and measured:
             profile = with_measured_times(profile, none["forward_ms"], none["backward_ms"], none["step_ms_median"])
         yield Compared(file, case, row["method"], row, simulate(profile, plan), measured)
+
+
+def with_measured_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms: float) -> Profile:
+    """Return ``profile`` with its times scaled so that a micro-batch's forward and backward equal the measured ones."""
+    non_layer, layers = profile.non_layer, profile.layers
+    forward = forward_ms / (non_layer.forward_ms + sum(len(e.layers) * e.forward_ms for e in layers))
+    backward = backward_ms / (non_layer.backward_ms + sum(len(e.layers) * e.backward_ms for e in layers))
+    rest = max(0.0, step_ms - profile.num_micro_batches * (forward_ms + backward_ms))
+    return replace(
+        profile,
+        non_layer=replace(non_layer_scaled(non_layer, forward, backward), optimizer_ms=rest),
+        layers=tuple(scaled(entry, forward, backward) for entry in layers),
+    )
 
 
 def allocated(training: Training) -> Profile:

@@ -10,7 +10,7 @@ import torch
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.common.types import MIB, Action, Site
 from megatron.swap.engine.decision import Decision, Reason
-from megatron.swap.reporting.site_log import Seen, SiteLog, merged, plan_of_run, unlike_plan
+from megatron.swap.reporting.plan_run import Seen, SiteLog, merged, plan_of_run, unlike_plan
 
 MODEL = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
 KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
