@@ -130,7 +130,6 @@ class AutoPlan:
         """End step ``number``: measure it, agree with the other ranks, decide, and switch.
 
         Args:
-            number: iteration.
             short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
             num_retries: allocations for which the allocator released its whole cache.
             has_new_numbers: the layers have other numbers from the next step on, so all measurements are void.

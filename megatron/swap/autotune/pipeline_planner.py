@@ -31,8 +31,7 @@ class PipelinePlanner:
         Args:
             profile: returns the profile of this rank.
             budget_gib: budget of each device.
-            reserve_gib: memory to leave free, as in ``solve``; None: as much as the profile says. There are no plans if
-                a stage's profile says no more.
+            reserve_gib: memory to leave free, as in ``solve``; None: as much as the profile says.
 
         Raises:
             Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.
@@ -51,6 +50,7 @@ class PipelinePlanner:
             if leaders[self._pipeline_rank] != self._ranks.rank:
                 return []
             reserve = reserve_gib if mine.layers else None  # a stage without layers has one plan
+            # The profile itself leaves no more memory free, so no plan would be wider.
             if reserve is not None and reserve >= mine.reserves_gib[0]:
                 return []
             try:

@@ -15,8 +15,8 @@ run measured (--swap-summary) is printed beside the prediction.
 --swap-memory-gib, --swap-memory-fraction, --swap-optimizer, --swap-host-gib and --swap-disk-dir among the training
 flags limit the plan as they limit training. With --hf a Hugging Face model is planned from its config file: the table
 has the rows nothing, checkpointing and planned, and swap.activations in the loop plans. A profile comes from training
-(--swap-save-profile) or from training flags (--save-profile). Exit status: 0, or 1 if nothing fits or an input is
-wrong.
+(--swap-save-profile) or from training flags (--save-profile). Exit status: 0, or 1 if nothing fits or an input
+is wrong.
 """
 
 from __future__ import annotations

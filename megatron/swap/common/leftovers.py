@@ -50,14 +50,9 @@ def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[
 
 @contextmanager
 def own_file(parent: Path, prefix: str, mode: int) -> Iterator[tuple[Path, int]]:
-    """Make a file for the time of the context, and remove those that killed processes have left.
+    """Make a file, remove those that killed processes have left, and yield it with its descriptor.
 
-    Args:
-        prefix: of its name; so particular that no other program's file begins with it.
-        mode: its permissions, before the process's mask.
-
-    Yields:
-        The file, which the caller may move to another name, and its descriptor.
+    ``prefix`` is so particular that no other program's file begins with it. The caller may move the file.
     """
     sweep(parent, prefix)
     while True:
@@ -73,7 +68,8 @@ def own_file(parent: Path, prefix: str, mode: int) -> Iterator[tuple[Path, int]]
 
 def sweep(parent: Path, prefix: str) -> None:
     """Remove this boot's files and folders in ``parent`` with ``prefix`` whose owner has ended."""
-    # Another host's locks may not show on a shared file system (Lustre with ``localflock``, NFS with ``nolock``).
+    # On a shared file system another host's locks may not show (Lustre with ``localflock``, NFS with ``nolock``). So
+    # names contain the boot id, and only files of this host's present boot are removed.
     if not boot():
         return
     with suppress(OSError):

@@ -316,15 +316,12 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, of_trainer: bool = False) -> Settings:
-        """Return the settings that ``given`` names.
+        """Return the settings that ``given`` names, or raise ``UsageError``.
 
         Args:
-            given: values by the names of the fields, such as ``{"min_mib": 0.1}``; as a call or a command line gives
-                them, so that numbers may be texts. ``None`` and ``False`` leave a setting at its default.
+            given: values by the names of the fields; numbers may be texts. None and False leave a setting at its
+                default.
             of_trainer: Megatron's trainer runs, so that its own settings are allowed.
-
-        Raises:
-            UsageError: an unknown name, a malformed value, or a setting of Megatron's trainer alone.
         """
         values: dict[str, Any] = {}
         for name, value in given.items():

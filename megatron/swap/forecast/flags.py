@@ -102,13 +102,9 @@ class Training:
 
 
 def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
-    """Read Megatron's flags, with its defaults. Flags that do not change sizes are ignored.
+    """Read Megatron's flags, with its defaults, or raise ``UsageError``. Flags that do not change sizes are ignored.
 
-    Args:
-        num_gpus: GPUs of the run; None: those of a single model replica.
-
-    Raises:
-        UsageError: a flag is missing, or its value is impossible.
+    ``num_gpus``: GPUs of the run; None: those of a single model replica.
     """
     known, _ = _parser().parse_known_args(list(flags))
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
@@ -195,13 +191,9 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
 
 
 def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
-    """Refuse flags that no training command has, that lack a value, and those that ``shape_profile`` does not cover.
+    """Raise ``UsageError`` for flags without value, unknown ones, and those that ``shape_profile`` does not cover.
 
-    Args:
-        options: the planner's own options, which stand before ``--``.
-
-    Raises:
-        UsageError: names the flag, and the nearest that exists.
+    ``options``: the planner's own options, which stand before ``--``.
     """
     if not flags:
         raise UsageError("--gpu needs the flags of the training command, behind -- (--gpu h100 -- --num-layers 24 …).")

@@ -88,7 +88,7 @@ def of_training(
     training: Training, gpu: Gpu, budget_gib: float, host_gib: float | None, pipeline_rank: int = 0,
     disk_dir: str = "/tmp", link_gb_s: float | None = None,
 ) -> list[Option]:  # fmt: skip
-    """Return the options of a run that its flags describe, the simplest first.
+    """Return the options of a run that its flags describe, the simplest first, or raise ``UsageError``.
 
     ``--swap-optimizer`` among the flags fixes the fraction of optimizer state that the last two options offload.
     Without flags the planner decides, also whether linear layers in FP8 keep copies of their weights.
@@ -98,9 +98,6 @@ def of_training(
         host_gib: host memory of the rank; None: no limit, so that no disk is needed.
         disk_dir: folder for the option with a disk.
         link_gb_s: speed of copies; None: the GPU's.
-
-    Raises:
-        UsageError: the formulas do not cover the model, or a given fraction of the state exceeds host memory.
     """
     limits = budget_gib, host_gib, pipeline_rank, disk_dir
     if link_gb_s is not None:

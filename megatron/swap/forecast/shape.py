@@ -153,17 +153,13 @@ def shape_profile(
     host_gib: float | None = None, state_on_disk_gib: float = 0.0,
     loss_chunks: int = 1, has_sum_in_loss: bool = False, fuses_gradients: bool = False, has_dropout: bool = False,
 ) -> Profile:  # fmt: skip
-    """Estimate the profile of ``model`` on ``gpu``.
+    """Estimate the profile of ``model`` on ``gpu``, or raise ``UsageError`` if the formulas do not cover them.
 
     Args:
         tied: embedding and output layer share their weights.
         host_gib: limit of host memory for activations; None: no limit.
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
         fuses_gradients: layers add to ``main_grad`` themselves.
-
-    Raises:
-        UsageError: the layers do not divide into the stages, the formulas do not cover the model, or the GPU has no
-            FP8.
     """
     check_gpu(model, gpu)
     gpu = gpu.for_width(model.hidden_size)

@@ -11,10 +11,7 @@ from megatron.swap.common.types import UsageError
 def refuse_two_offloaders(settings: Mapping[str, Any], option: str, is_on: bool) -> None:
     """Raise ``UsageError`` if settings offload state which the framework moves, reads or resets between steps.
 
-    Args:
-        settings: arguments of ``swap.install``.
-        option: the framework's option, as its user writes it.
-        is_on: whether the framework does that.
+    ``option`` is the framework's, as its user writes it.
     """
     ours = (settings.get("config") or {}).get("optimizer")
     if is_on and ours:

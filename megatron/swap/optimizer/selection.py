@@ -47,7 +47,7 @@ class StateSelection:
         on_disk, in_host = ([one for one in param_states if bool(one.disk_bytes) is where] for where in (True, False))
         to_keep_bytes = max(0.0, self.offloaded_bytes - fraction * self.seen_bytes * (1 + ROUNDING))
         wanted: set[torch.Tensor] = set()
-        # State on disk is kept on the device first: its copies take longest.
+        # State on disk is kept on the device first, since its copies are the slowest.
         for group in (on_disk, in_host):
             num_bytes = sum(one.param.nbytes for one in group)
             chosen = spread([one.param for one in group], max(0.0, num_bytes - to_keep_bytes))

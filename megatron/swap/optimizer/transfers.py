@@ -111,7 +111,7 @@ class StateTransfers:
 
     def _make_readable(self, pending: PendingBucket) -> PendingBucket:
         """Return ``pending``, or a new read of its shards."""
-        # Shards that are still offloaded have old values on the host until their copies have passed.
+        # The last offload of such a shard is in flight. Compute waits for it here, and the H2D stream for compute.
         if not self._offloading_shards.isdisjoint(pending.shards):
             self.release_offloaded()
         # Another optimizer has taken the read buffers.

@@ -80,7 +80,7 @@ class FootprintMeter:
         self._num_tensors = self._num_bytes = 0
         self._like = None
         self._input_bytes = input_bytes
-        # Nothing of the layer is saved yet, so the caller can still switch it to the safe policy.
+        # Nothing of the layer is saved yet, so the caller can still swap all of it.
         if self._exceeded is not None and input_bytes > self._input_limits.get(layer, input_bytes):
             self._exceeded()
 

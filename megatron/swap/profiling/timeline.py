@@ -233,6 +233,7 @@ class Timeline:
                 if self._backward is not None and self._backward.pass_key == event.pass_key:
                     self._backward.backward_ms = now_ms - self._begin_ms
                     self._backward_end_ms = now_ms
+                    # The end lasts until the next layer begins; meanwhile the embedding's backward runs.
                     self._enter(self._backward, (What.BACKWARD_END, ""), now_ms)
             case What.SAVED:
                 assert event.storage is not None
