@@ -81,7 +81,7 @@ class AutoPlan:
         self._reported: dict[str, Plan | None] = {}
         self._undo: list[Callable[[], None]] = [self._profiler.close]
         self.has_switched = False  # whether the next step holds another amount of memory than the last one
-        # measurements of the last step, the worst of all ranks; ``None``: there was none
+        # Measurements of the last step, the worst of all ranks; None if there was none.
         self.last_step: Step | None = None
         self._switch_guard()
         budget = format_bytes(target.budget_gib * GIB)

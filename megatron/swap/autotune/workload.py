@@ -15,7 +15,7 @@ class Step:
     """Measurements of a training step, each the worst of all ranks."""
 
     number: int  # iteration, from 1 on
-    ms: float | None  # duration in ms; ``None`` while it is not known
+    ms: float | None  # duration in ms; None while unknown
     peak_gib: float  # most memory that the device held during the step
     num_tensors: float  # saved by the largest micro-batch
     saved_mib: float  # their bytes
@@ -36,7 +36,7 @@ class Workload:
     most_tensors: float
     saved_mib: float  # most that a recorded step saved
     num_micro_batches: int  # micro-batches of a step
-    best_ms: float | None = None  # duration of a step under the chosen plan, in ms; ``None`` while it is not known
+    best_ms: float | None = None  # duration of a step under the chosen plan, in ms; None while unknown
     spare_gib: float = 0.0  # the solver gets this much less than the budget, because measured peaks exceeded the budget
     num_tightened: int = 0  # how often ``spare_gib`` was raised
     too_high_gib: float = math.inf  # lowest predicted peak of a plan whose measured peak led to that

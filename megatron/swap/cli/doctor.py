@@ -32,12 +32,12 @@ EXTRAS = {
     "te": {"transformer_engine": "no TransformerEngine layers; the local implementation is slower"},
 }
 """Packages of each extra in pyproject.toml, and the effect of their absence."""
-# ``VERSIONS`` of ``patches/registry.py``: the patches fit their sources, and tests train with each
+# ``VERSIONS`` of ``patches/registry.py``: the patches fit their sources, and tests train with each.
 TESTED_MEGATRON_CORE = ("0.18.2", "0.19.0", "0.19.2")
 BUILT_ONLY_MEGATRON_CORE = ("0.16.1", "0.17.1")  # ``BUILT_ONLY`` of ``patches/registry.py``
-# packages of REQUIRED, as pip names them
+# Packages of REQUIRED, as pip names them.
 DISTRIBUTIONS = ("torch", "numpy", "scipy", f"megatron-core=={TESTED_MEGATRON_CORE[-1]}")
-# the checkout's root, or a folder without requirements files if the package is installed
+# The checkout's root, or a folder without requirements files if the package is installed.
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -31,7 +31,7 @@ class HfPlan:
     """The options of a model."""
 
     found: Sequence[Option]  # the simplest first; the last one is planned
-    chosen: Option | None  # the fastest that fits, or a simpler one that is nearly as fast; ``None``: none fits
+    chosen: Option | None  # the fastest that fits, or a simpler one that is nearly as fast, or None
     on: str  # the budget and the GPU, for people
     tokens: int  # those of a step
     planned_by: str  # the call that plans, without its budget

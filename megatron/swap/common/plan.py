@@ -33,7 +33,7 @@ class Infeasible(UsageError):
     def __init__(self, message: str, smallest_gib: float, fragments_gib: float = 0.0) -> None:
         super().__init__(message)
         self.smallest_gib = smallest_gib  # the smallest budget, in GiB, for which a plan was found, rounded up
-        # how much of it allows for fragmentation as it was measured. The plan may need that much less.
+        # How much of it allows for fragmentation as it was measured. The plan may need that much less.
         self.fragments_gib = fragments_gib
 
 
@@ -60,12 +60,12 @@ class Model:
     num_virtual_stages: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
-    # scaling of linear layers to FP8 (``tensorwise``, ``delayed``, ``blockwise`` …); None: no FP8
+    # Scaling of linear layers to FP8 (``tensorwise``, ``delayed``, ``blockwise`` …); None: no FP8.
     fp8_recipe: str | None = None
     bf16_layers: tuple[int, ...] = ()  # the layers without FP8, if others have it
     swap_fp8_weights: str = KEPT  # the flag of this name, one of ``FP8_WEIGHTS``
     mlp_chunks: int = 1  # ``--mlp-chunks-for-training``: chunks of the sequence in which a layer's MLP runs
-    # saved by the norm of such a chunk: 1 of RMSNorm, 2 of LayerNorm; None: no chunks
+    # Saved by the norm of such a chunk: 1 of RMSNorm, 2 of LayerNorm; None: no chunks.
     mlp_statistics: int | None = None
     flash_attention: bool = False  # TransformerEngine takes flash-attn (``--attention-backend flash``), not cuDNN
 

@@ -131,7 +131,7 @@ _FRACTION_OF_STATE = "a fraction of the state, 0 to 1, or auto"
 
 
 def _gib(group: str, help: str) -> Any:
-    """Return a field for an amount of memory in GiB; ``None``: not given."""
+    """Return a field for an amount of memory in GiB, or None."""
     return field(default=None, metadata={"flag": Flag(
         group=group, help=help, metavar="GIB", number=float, allowed=f"a number of GiB above 0, at most {MOST:g}",
         is_allowed=lambda gib: is_within(0, gib, MOST) and gib > 0,

@@ -53,7 +53,7 @@ DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "sw
 """Flags that choose by hand, with the values that choose nothing."""
 # types of optimizer state: Megatron's defaults
 OF_STATE = {"exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32", "main-params-dtype": "fp32"}
-# ``UNSUPPORTED``, but needless with a planner
+# ``UNSUPPORTED``, but needless with a planner.
 OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
 
 

@@ -8,7 +8,7 @@ from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffe
 from megatron.swap.common.types import GIB
 from megatron.swap.planner.profile import BUCKET_BYTES, BUCKETS_GIB
 
-# to write and read offloaded state at 1.2 and 2.2 GB/s: a local disk with direct access
+# To write and read offloaded state at 1.2 and 2.2 GB/s: a local disk with direct access.
 DISK_MS_PER_GIB = GIB / 1e6 * (1 / 1.2 + 1 / 2.2)
 TYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
 """Bytes of a value, by the words of training flags and by the types that Megatron makes of them."""

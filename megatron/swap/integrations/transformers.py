@@ -30,7 +30,7 @@ class SwapCallback(TrainerCallback):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.swapped: SwappedActivations | None = None  # what ``swap.activations`` returned; ``None`` before training
+        self.swapped: SwappedActivations | None = None  # what ``swap.activations`` returned; None before training
         self._settings = settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:

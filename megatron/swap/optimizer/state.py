@@ -29,11 +29,11 @@ class OptimizerState:
         self._transfers = transfers
         self._is_elementwise = is_elementwise
         self.is_materialized = False  # whether offloaded tensors are readable in host memory now, for a checkpoint
-        # the states that are offloaded now, by parameter
+        # The states that are offloaded now, by parameter.
         self.offloaded = {param: param_states[param] for param in params if param in param_states}
-        # the states that were offloaded before and are on the device now, by parameter
+        # The states that were offloaded before and are on the device now, by parameter.
         self.kept: dict[torch.Tensor, ParamState] = {}
-        # the states of this optimizer's parameters, in the order of its groups
+        # The states of this optimizer's parameters, in the order of its groups.
         self.param_states = list(self.offloaded.values())
 
     @property

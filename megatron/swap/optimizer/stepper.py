@@ -133,7 +133,7 @@ class OptimizerStepper:
         self._partial_step = PartialStep(optimizer, options.tables)
         self._loader = BucketLoader(transfers)
         self._updates: list[tuple[Mark, Mark]] = []
-        # the optimizer's offloaded and kept state
+        # The optimizer's offloaded and kept state.
         self.state = OptimizerState(optimizer, transfers, param_states, options.is_elementwise)
         types_of = self._partial_step.probe_state if options.is_elementwise else options.scaled_types
         if types_of is not None:  # allocate all, so that an error comes before training

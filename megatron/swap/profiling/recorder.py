@@ -409,7 +409,7 @@ class Recorder:
 
     def not_repeatable(self, label: str) -> None:
         """Note that the run ``label`` must not run again: tensors that it reads have changed."""
-        if (run := self._runs.get(label)) is not None:  # ``None``: its forward was before the recording
+        if (run := self._runs.get(label)) is not None:  # None if its forward was before the recording
             self._once.add(run)
 
     def is_like(self, label: str, others: tuple[int, ...]) -> None:

@@ -64,7 +64,7 @@ class SavedStorage:
     is_input: bool = False  # the layer's input, with a gradient: the whole layer can be recomputed from it
     has_external_refs: bool = False  # others hold it, or it was emptied, so that offloading would free nothing
     producer: str | None = None  # kind of kernel that recomputes it bit for bit; None: not recomputed
-    # saved storages that recomputing reads, without parameters
+    # Saved storages that recomputing reads, without parameters.
     recompute_inputs: tuple[SavedStorage, ...] = field(default=(), repr=False)
     intermediates: tuple[str, ...] = ()  # unsaved storages that recomputing goes through, by name
     is_intermediate: bool = False  # such an unsaved storage itself, which exists only in backward
@@ -79,7 +79,7 @@ class NonLayerStorage:
     num_bytes: int  # its size
     has_external_refs: bool = False
     """Others (the chunk's frames, the batch) held it when a later storage was saved, or when forward ended."""
-    # when it was SAVED, first ASKED and FREED, as ``Event.at_ms``
+    # When it was SAVED, first ASKED and FREED, as ``Event.at_ms``.
     at_ms: dict[What, float] = field(default_factory=dict)
 
 

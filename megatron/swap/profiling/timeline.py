@@ -40,13 +40,13 @@ class LayerPass:
     unsaved_inputs: SavedStorage | None = None  # inputs that only a layer recomputed whole would save
     saved_at: dict[str, float] = field(default_factory=dict)  # time of each save since the begin of forward, by site
     freed_at: dict[str, float] = field(default_factory=dict)  # time when forward itself frees what was saved
-    # peak since the save before, besides saved memory and the storage itself, by site
+    # Peak since the save before, besides saved memory and the storage itself, by site.
     beside_bytes: dict[str, int] = field(default_factory=dict)
     end_bytes: int = 0  # peak of forward behind its last save, besides saved memory
     forward_peak_bytes: int = 0  # peak of forward above the sum of all its saved storages
-    # time of each moment since the begin of backward, in order
+    # Time of each moment since the begin of backward, in order.
     moments: dict[Moment, float] = field(default_factory=dict)
-    # from each moment to the next, the peak besides static and saved memory
+    # From each moment to the next, the peak besides static and saved memory.
     temporaries: dict[Moment, int] = field(default_factory=dict)
     forward_ms: float | None = None
     backward_ms: float | None = None

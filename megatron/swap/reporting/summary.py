@@ -30,9 +30,9 @@ class StepRecord:
     num_rescues: int = 0  # failed allocations that succeeded after saved tensors were evicted
     rescued_bytes: int = 0  # evicted for them
     short_bytes: int = 0  # most bytes that the device was short of at once
-    # allocations for which PyTorch's allocator released its cache, which makes the host wait
+    # Allocations for which PyTorch's allocator released its cache, which makes the host wait.
     num_alloc_retries: int = 0
-    # of a sum: iterations in which the allocator did that; None: a single iteration
+    # Of a sum: iterations in which the allocator did that; None: a single iteration.
     num_full_of_several: int | None = None
 
     @property
