@@ -51,7 +51,7 @@ NOT_COUNTED = frozenset({
 """Flags that change memory a little. A plan is made without them and says so."""
 DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "swap-modules": None}
 """Flags that choose by hand, with the values that choose nothing."""
-# types of optimizer state: Megatron's defaults
+# Types of optimizer state, with Megatron's defaults.
 OF_STATE = {"exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32", "main-params-dtype": "fp32"}
 # ``UNSUPPORTED``, but needless with a planner.
 OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
