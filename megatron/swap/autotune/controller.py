@@ -29,9 +29,7 @@ FULL_BYTES = GIB // 2  # assumed excess of a step in which the device was full: 
 
 
 class PlanFiles:
-    """Writes plan and profile where the settings ask for them. ``say`` takes a line about a file that cannot be
-    written.
-    """
+    """Writes plan and profile where the settings ask for them. ``say`` takes a line if that fails."""
 
     def __init__(self, settings: Settings, rank: int, stage: int, say: Callable[[str], None]) -> None:
         self._plan_path, self._profile_path = settings.save_plan, settings.save_profile

@@ -21,8 +21,7 @@ def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Iterable[nn.Module
 
 
 def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], None]:
-    """Let ``checks`` be read before the chunks' optimizers step, and before a state is saved. Return the end of that.
-    """
+    """Let ``checks`` be read before the chunks' optimizers step or a state is saved. Return the end of that."""
     of, mine = weakref.ref(checks), [weakref.ref(chunk) for chunk in chunks]
     known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
     handles: list[RemovableHandle] = []
@@ -78,8 +77,7 @@ class TrainingSteps:
         return max(self.num_forwards, self._last_num_forwards)
 
     def watch_optimizers(self, chunks: Iterable[nn.Module]) -> Callable[[], None]:
-        """End each step at the first forward after a chunk's optimizer has stepped. Return a function that ends that.
-        """
+        """End each step at the first forward after a chunk's optimizer has stepped. Return the end of that."""
         self._chunks = list(chunks)
         _watching.add(self)
         if not _hooks:

@@ -56,8 +56,7 @@ def stage_line(rank: int, num_stages: int, num_planned: int, fits: bool) -> str:
 
 
 def advice(least: Option, training: Training, budget_gib: float, rank: int) -> str:
-    """Return the smallest budget of all options (``least``, of stage ``rank``), with flags, and changes that lower it.
-    """
+    """Return the smallest budget of all options (``least``, of stage ``rank``), and changes that lower it."""
     flags = " and ".join((*(("a plan",) if least.is_planned else ()), *filter(None, (" ".join(least.flags),))))
     model, states = training.model, least.states or training.states
     params = params_of_rank(model, training.tied, rank)

@@ -78,7 +78,5 @@ class _Switch(argparse.Action):
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Return the settings of a command line that was parsed with the flags of ``add_swap_flags``. Raises
-    ``UsageError``.
-    """
+    """Return the settings of a command line with the flags of ``add_swap_flags``, or raise ``UsageError``."""
     return Settings.of({name: getattr(args, f"swap_{name}") for name in FLAGS}, of_trainer=True)

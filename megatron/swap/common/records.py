@@ -22,8 +22,7 @@ LINE_WIDTH = 150
 MOST_FILE_BYTES = 256 << 20
 """Most bytes of a file that is read at once. Summaries of long runs have 1 KiB a step."""
 KEY = "key"
-"""Metadata key of a dataclass field with another name in files, ``{"key": "share"}``, or with none, ``{"key": None}``.
-"""
+"""Metadata key of a dataclass field with another name in files, ``{"key": "share"}``, or none, ``{"key": None}``."""
 
 
 def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:

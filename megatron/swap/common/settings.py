@@ -70,8 +70,7 @@ class Flag:
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:
-    """Return the layers that ``text`` names (``LAYER_SYNTAX``) in a model of ``num_layers``, or raise ``UsageError``.
-    """
+    """Return the layers that ``text`` (``LAYER_SYNTAX``) names in a model, or raise ``UsageError``."""
     if text == "none":
         return frozenset()
     if text == "all":

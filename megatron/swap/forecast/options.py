@@ -35,8 +35,7 @@ FULL_FLAGS = ("--recompute-granularity", "full", "--recompute-method", "uniform"
 NEAR = 1.02  # a simpler option is preferred if its step takes at most this times the fastest
 WORTH = 0.995  # FP8 copies of weights are dropped if a step then takes at most this times as long
 LAYERS_AHEAD = 20
-"""Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, a layer launches about 50 (docs/dev/planner.md).
-"""
+"""Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, a layer has about 50 (docs/dev/planner.md)."""
 
 
 @dataclass(frozen=True)

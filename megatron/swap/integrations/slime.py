@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron.swap.run.built import BuiltSwap, install
 
 def before_train_step(
     **settings: Any,
-) -> Callable[[Namespace, int, int, Sequence[nn.Module], Any, Any], None]:
+) -> Callable[[Any, int, int, Sequence[nn.Module], Any, Any], None]:
     """Return a function for ``--custom-megatron-before-train-step-hook-path``: assign it to a name of your module.
 
     ``settings``: the arguments of ``swap.install`` but the model and the optimizer.
@@ -23,11 +22,9 @@ def before_train_step(
     swapped: list[BuiltSwap] = []
 
     def hook(
-        args: Namespace, rollout_id: int, step_id: int, model: Sequence[nn.Module], optimizer: Any, scheduler: Any
+        args: Any, rollout_id: int, step_id: int, model: Sequence[nn.Module], optimizer: Any, scheduler: Any
     ) -> None:
-        """Install swapping before the first step of this process, whose model never changes. Raises as
-        ``swap.install``.
-        """
+        """Install swapping before the first step of this process, whose model never changes."""
         if not swapped:
             refuse_two_offloaders(settings, "--reset-optimizer-states", args.reset_optimizer_states)
             swapped.append(install(model, optimizer, **settings))

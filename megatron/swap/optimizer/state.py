@@ -122,8 +122,7 @@ class OptimizerState:
     # ------------------------------------------------------------ checkpoints
 
     def materialize(self) -> None:
-        """Make every offloaded tensor readable and writable in host memory, or raise ``DiskError`` and change nothing.
-        """
+        """Make every offloaded tensor readable and writable in host memory, or raise ``DiskError``."""
         self._transfers.synchronize()
         for tensor in self.offloaded_tensors():
             tensor.materialize()

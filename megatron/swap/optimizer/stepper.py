@@ -47,8 +47,7 @@ class StepOptions:
 
 
 class BucketLoader:
-    """Loads the buckets of one optimizer: each is remaining, pending (read from disk), loaded, then taken by the step.
-    """
+    """Loads the buckets of one optimizer: remaining ones become pending (read from disk), loaded, then taken."""
 
     def __init__(self, transfers: StateTransfers) -> None:
         self._transfers = transfers
@@ -319,8 +318,7 @@ class OptimizerStepper:
             self.state.set_offloaded(params)
 
     def update_ms(self) -> float:
-        """Return the ms of the optimizer's kernels for offloaded state in the last step. Synchronize the device first.
-        """
+        """Return the ms of the optimizer's kernels for offloaded state in the last step, once the device is over it."""
         return sum(ended.elapsed_ms_since(began) for began, ended in self._updates)
 
     # --------------------------------------------------------------- checkpoints

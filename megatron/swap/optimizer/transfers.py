@@ -96,9 +96,7 @@ class StateTransfers:
         return PendingBucket(shards, self._staging.fetch(spans) if spans and self._staging else None)
 
     def load(self, pending: PendingBucket) -> Bucket:
-        """Allocate a buffer and enqueue the copies of the pending shards into it. Raises ``DiskError`` if a read
-        failed.
-        """
+        """Allocate a buffer and enqueue the copies of the pending shards into it. Raises ``DiskError``."""
         pending = self._make_readable(pending)
         return self._load_into(self._device.allocate(_load_bytes(pending.shards)), pending)
 

@@ -235,8 +235,7 @@ class Recorder:
             self._gradients.forget()
 
     def stop(self) -> Recording:
-        """Stop, and return the recording up to the end of the last whole step. Raises ``SwapError`` if none has ended.
-        """
+        """Stop, and return the recording up to the end of the last whole step, or raise ``SwapError``."""
         if sum(note.what is What.STEP for note in self._notes) < 2:
             raise SwapError("nothing was recorded: start, then step_ended at least once, then stop.")
         self.is_on = False

@@ -44,8 +44,7 @@ _STACK = _Stack()
 
 
 def is_traced() -> bool:
-    """Whether operators become a graph (``torch.fx``, ``torch.func.linearize``), which must hold none of the engine's.
-    """
+    """Whether operators become a graph (``torch.fx``, ``torch.func.linearize``), which must hold no engine's."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 

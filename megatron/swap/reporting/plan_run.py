@@ -143,9 +143,7 @@ class PlanRun:
         return [f"--swap-plan: {line}" for line in lines]
 
     def save(self) -> list[str]:
-        """Save the plan if the settings ask for it, and return a line if that fails. Call it on all ranks; rank 0
-        writes.
-        """
+        """Save the plan if the settings ask for it, or return a line why not. Call it on all ranks; rank 0 writes."""
         if self._settings.save_plan is None or self._log is None:
             return []
         logs = gather(self._log.sites)
