@@ -313,7 +313,7 @@ class StateMachine:
         free_gib = self._limits.budget_gib - best.peak_gib
         if predicted is None or free_gib <= 0:
             return None
-        # Training may end before the further plans are through, or save other tensors: what was chosen stays chosen.
+        # Training may end before the further plans are through, or save other tensors: the chosen plan stays.
         self._known[workload], workload.best_ms = best.plan, best.ms
         if workload.num_widened >= self._limits.max_widenings:
             return None

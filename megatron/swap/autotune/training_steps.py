@@ -110,7 +110,7 @@ class TrainingSteps:
         # One of several ranks may evaluate while the others wait for it, so a collective would hang.
         is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
         if self._was_stepped and not self._is_told and is_alone:
-            with torch.inference_mode(False), torch.enable_grad():  # what is allocated now must serve training
+            with torch.inference_mode(False), torch.enable_grad():  # memory that is allocated now must serve training
                 self._end()
 
     def tell(self) -> None:

@@ -63,7 +63,7 @@ class WorkloadProfiler:
         """Record the next step, ``number``, in addition to steps that are recorded already."""
         if not self._recorder.is_on:
             self._recorded, self._untimed = Footprint(()), None
-            self._parts.device.release_cached()  # drop what trials and first uses have reserved
+            self._parts.device.release_cached()  # drop memory that trials and first uses have reserved
             self._recorder.start(number)
 
     def stop_recording(self) -> None:

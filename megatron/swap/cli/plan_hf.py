@@ -35,7 +35,7 @@ class HfPlan:
     on: str  # the budget and the GPU, for people
     tokens: int  # those of a step
     planned_by: str  # the call that plans, without its budget
-    call: str  # what to type for ``chosen``; empty: nothing
+    call: str  # the call for ``chosen``; empty: none
 
 
 def plan_model(options: argparse.Namespace) -> HfPlan:
@@ -64,7 +64,7 @@ def _plan(
 ) -> HfPlan:
     model = model_of(options.hf, training)
     part, script_name = swapped_part(model, training)
-    steps: list[tuple[str, tuple[str, ...], DryStep]] = []  # name, what a script gets for it, figures
+    steps: list[tuple[str, tuple[str, ...], DryStep]] = []  # name, calls of a script, figures
     try:
         gpu = gpu.for_width(model.config.get_text_config().hidden_size)
         steps.append((NOTHING, (), dry_step(model, step_of(model, training), gpu)))
@@ -86,7 +86,7 @@ def _plan(
 
             found = run(is_limited=False)
             if found.reserved_gib > capacity_gib(gpu):
-                within = run(is_limited=True)  # a device that is full gives back what is free
+                within = run(is_limited=True)  # a full device gives back free memory
                 return found.reserved_gib if within.is_full else within.reserved_gib
             return found.reserved_gib
 

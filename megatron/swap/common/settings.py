@@ -346,7 +346,7 @@ class Settings:
             raise UsageError(f"{name}: is a setting of runs of Megatron's trainer; {flag.instead}. Leave it out.")
         return flag
 
-    # ------------------------------------------------------------------ what follows
+    # ------------------------------------------------------------------ derived
 
     @property
     def auto(self) -> bool:

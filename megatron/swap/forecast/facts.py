@@ -102,7 +102,7 @@ class MegatronFacts:
     qk_clip: bool = False
     rl_offload_optimizer_during_inference: bool = False
 
-    # What Megatron does about memory itself.
+    # Megatron's own means to save memory.
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None

@@ -23,7 +23,7 @@ class Gpu:
     source: str
     peak_tflops: float  # dense bf16 TFLOP/s of the data sheet
     cuda_name: str  # the device name that CUDA reports
-    is_link_shared: bool = True  # the GPUs of a host share what the host can copy
+    is_link_shared: bool = True  # the GPUs of a host share its copy speed
     fp8_tflops: float = 0.0  # TFLOP/s of linear layers in FP8; 0: it has no FP8
     fp8_recipes: tuple[str, ...] = ()  # that TransformerEngine supports on it and ``forecast/fp8.py`` covers
     num_fp8_layouts: int = 2  # copies of an FP8 weight: 2 where a product needs its transpose, too

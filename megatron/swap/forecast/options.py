@@ -163,7 +163,7 @@ def _of_training(
         try:
             states, profile = offloading(disk_gib)
             option = _planned(name, flags, profile, budget_gib, host_gib, states, has_disk=disk_gib > 0)
-            # A given fraction must be offloaded, so that option cannot do what a plan without it does.
+            # A given fraction must be offloaded, so that option cannot equal a plan without it.
             found.append(_at_least(option, found[-1]) if states.is_auto or found[-1].name == STATE else option)
         except UsageError:
             pass  # a given fraction that needs the disk

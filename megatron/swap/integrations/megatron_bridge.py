@@ -18,7 +18,7 @@ class SwapCallback(Callback):
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
-        # What ``swap.install`` returned; its figures remain after training. None before training.
+        # The result of ``swap.install``, whose figures remain after training. None before.
         self.swapped: BuiltSwap | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:

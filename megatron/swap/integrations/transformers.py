@@ -21,7 +21,7 @@ REFUSED = {
 
 
 class SwapCallback(TrainerCallback):
-    """Swaps what the model's layers save while the trainer trains::
+    """Swaps tensors that the model's layers save while the trainer trains::
 
         Trainer(model, args, train_dataset=data, callbacks=[SwapCallback(memory_gib=60)]).train()
 
@@ -30,7 +30,7 @@ class SwapCallback(TrainerCallback):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.swapped: SwappedActivations | None = None  # what ``swap.activations`` returned; None before training
+        self.swapped: SwappedActivations | None = None  # of ``swap.activations``; None before training
         self._settings = settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:

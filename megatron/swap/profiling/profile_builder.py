@@ -392,7 +392,7 @@ def _whole_layer(
         unsaved = (SiteProfile(free, mib, 0.0, 0.0, backward_ms, is_ineligible=is_ineligible),)
     if not frees or not (inputs or unsaved):
         return (), ()
-    # Temporaries of backward have what is saved outside the layers already.
+    # Temporaries of backward include tensors saved outside the layers already.
     peak_mib = max(max(0, one.forward_peak_bytes - one.non_layer_bytes) for one in passes) / MIB
     needs = (*(site.site for site in unsaved), *inputs)
     return (Section(LAYER_SECTION, frees, needs, forward_ms, peak_mib),), unsaved

@@ -249,7 +249,7 @@ class Recorder:
             storage = note.details.get("storage")
             if isinstance(storage, SavedStorage) and storage.pass_key in self._once:
                 storage.is_input = False
-        # What the layer does not save itself, it would have to save to run again.
+        # Inputs that the layer does not save itself: it would have to save them to run again.
         notes = [note for note in notes if note.what is not What.INPUTS or note.details["storage"].is_input]
         first = notes[0].mark
         events = tuple(

@@ -39,7 +39,7 @@ class LayerPass:
     sites: dict[str, SavedStorage] = field(default_factory=dict)  # saved storages, by site
     unsaved_inputs: SavedStorage | None = None  # inputs that only a layer recomputed whole would save
     saved_at: dict[str, float] = field(default_factory=dict)  # time of each save since the begin of forward, by site
-    freed_at: dict[str, float] = field(default_factory=dict)  # time when forward itself frees what was saved
+    freed_at: dict[str, float] = field(default_factory=dict)  # time when forward itself frees a saved storage
     # Peak since the save before, besides saved memory and the storage itself, by site.
     beside_bytes: dict[str, int] = field(default_factory=dict)
     end_bytes: int = 0  # peak of forward behind its last save, besides saved memory
@@ -153,7 +153,7 @@ class Timeline:
         peak_bytes = event.peak_bytes
         if before.what is What.FREED and peak_bytes == before.now_bytes:
             peak_bytes = event.now_bytes  # the peak is that before the storage was freed, which is counted already
-        if event is before:  # the first event has the peak of what came before the recording
+        if event is before:  # the first event has the peak from before the recording
             return
         self.most_bytes = max(self.most_bytes, peak_bytes - self.static_bytes)
         if event.what is What.STEP or self._is_between_steps:
@@ -288,7 +288,7 @@ class Timeline:
         assert event.pass_key is not None
         one = self._pass_of.get(event.pass_key)
         if one is not None and one is self._last_forward:  # between the two runs the loss
-            self._maker = None  # what was made since is not of layers
+            self._maker = None  # gradients made since are not of layers
             self._non_layer.loss_peak_bytes.append(self._loss_peak_bytes)
             if self._chunk_end_ms is not None:
                 self._non_layer.loss_ms.append(now_ms - self._chunk_end_ms)

@@ -32,7 +32,7 @@ class SiteLog:
     """Logs saved tensors by site. A storage counts only at the site that saves it first while it lives."""
 
     def __init__(self) -> None:
-        self.sites: dict[Site, Seen] = {}  # what was seen at each site, in the order of first use
+        self.sites: dict[Site, Seen] = {}  # in the order of first use
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def note(self, site: Site, storage: torch.UntypedStorage, decision: Decision) -> None:
