@@ -24,7 +24,7 @@ from tests.support import support_page
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
-HISTORY = {"CHANGELOG.md", "appendix.md", "history.md", "results.md"}
+HISTORY = {"CHANGELOG.md", "appendix.md", "log.md", "results.md"}
 """Pages that tell of names, flags and programs as they were."""
 
 

@@ -2,8 +2,8 @@
 
 Each saved tensor has some ten Python objects, which live from forward to backward. The collector takes what outlives a
 few thousand other objects for old, and once the old ones have grown by a quarter it visits every object of the process
-(CPython up to 3.13). With 24 layers that was every sixth step, and the GPU waited 0.3 s for it (docs/dev/history.md,
-2026-11-25). Without swapping autograd saves no Python objects, and this does not happen.
+(CPython up to 3.13). With 24 layers that was every sixth step, and the GPU waited 0.3 s for it (docs/dev/log.md,
+Host work). Without swapping autograd saves no Python objects, and this does not happen.
 
 So collections that come due during forward and backward wait until backward reaches the last group: between
 micro-batches, or between steps with pipelining. Long training jobs commonly switch the collector off for the same

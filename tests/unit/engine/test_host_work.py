@@ -2,7 +2,7 @@
 
 Python calls are counted instead of seconds, so the figures are the same on every machine. With 860, 1,600 and 1,520 of
 them the README's first command took 1.02 times the unswapped step, with 760, 1,160 and 1,300 it took 0.99
-(docs/dev/history.md, 2026-11-25). A change that lowers them lowers the limits.
+(docs/dev/log.md, Host work). A change that lowers them lowers the limits.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ EARLIER_ENGINE = {
     ("h200-overhead.jsonl", "L4-h8192", "all"),
     ("h200-dense.jsonl", "L16-h4096", "ours-all-attention"),
 }
-"""Runs of an earlier engine with less slack and longer waits (docs/dev/history.md): kept layers gave no slack for bytes
+"""Runs of an earlier engine with less slack and longer waits (docs/dev/log.md): kept layers gave no slack for bytes
 that they had yet to save, and layers that swap in part gave none at all."""
 
 
