@@ -1,11 +1,11 @@
 """Random faults that nobody has chosen: how many of them the tests catch.
 
-    python -m benchmarks.faults.mutants --count 200 --seed 1
-    python -m benchmarks.faults.mutants --files megatron/swap/engine/offload.py --count 20 --tests tests/unit/engine
+    python -m benchmarks.faults.mutants --count 200 --seed 1 --size short --output FILE
 
 A mutant is one small change of the code: another comparison or operator, a negated condition, a number that is one
-larger, a call that is left out. Sites are drawn with equal chances. For each, the unit tests of its folder run, or
-``--tests``. The survivors are for a reader, who says which of them change nothing.
+larger, a call that is left out. Sites are drawn with equal chances. The tests run once first, to learn which of them
+execute which lines (FILE.SIZE.lines; made anew at another commit). Each mutant then gets the tests that execute its
+statement, the fastest first, up to the first that fails. A reader says which of the survivors change nothing.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ import argparse
 import ast
 import hashlib
 import json
+import os
 import random
 import sys
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.trial import BROKEN, MISSED, run_trial
+from benchmarks.faults import executed_lines
+from benchmarks.faults.executed_lines import VARIABLE, name_of
+from benchmarks.faults.trial import MISSED, TEST_TIMEOUT_S, TIMEOUT, Outcome, run_trial
 from benchmarks.machine import ROOT, facts
+from megatron.swap.common.leftovers import own_folder
 
-FOLDERS = (
-    "dry", "engine", "forecast", "memory", "nn", "operators", "optimizer", "planner", "profiling", "tensor_swap",
-)  # fmt: skip
+PACKAGE = ROOT / "megatron/swap"
+FOLDERS = [folder for folder in ("engine", "memory", "nn", "optimizer", "planner") if (PACKAGE / folder).is_dir()]
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
@@ -39,11 +45,16 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 NOT_CODE = ("annotation", "returns", "type_params", "decorator_list")
 """Fields of a node in which nothing is changed."""
+NUM_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Bytes ``start`` to ``stop`` of ``file`` become ``new``."""
+    """Bytes ``start`` to ``stop`` of ``file`` become ``new``.
+
+    Attributes:
+        lines: first and last line of the statement, or of its head; outside functions those of the file.
+    """
 
     file: str
     start: int
@@ -51,6 +62,7 @@ class Mutant:
     new: str
     line: int
     old: str
+    lines: tuple[int, int]
 
     @property
     def id(self) -> str:
@@ -67,21 +79,28 @@ class _File:
 
     def __init__(self, name: str, text: bytes) -> None:
         self._name, self._text = name, text
-        self._lines = [0, *(place + 1 for place, byte in enumerate(text) if byte == ord("\n"))]
+        self._starts = [0, *(place + 1 for place, byte in enumerate(text) if byte == ord("\n"))]
 
     def mutants(self) -> Iterator[Mutant]:
-        yield from self._of(ast.parse(self._text))
+        yield from self._of(ast.parse(self._text), (1, len(self._starts)), False)
 
-    def _of(self, node: ast.AST) -> Iterator[Mutant]:
-        yield from self._here(node)
+    def _of(self, node: ast.AST, lines: tuple[int, int], is_in_function: bool) -> Iterator[Mutant]:
+        if is_in_function and isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
+            lines = (node.lineno, last)
+        for start, stop, new in self._here(node):
+            old = self._text[start:stop].decode()
+            yield Mutant(self._name, start, stop, new, bisect(self._starts, start), old, lines)
+        is_in_function |= isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for field, value in ast.iter_fields(node):
             if field in NOT_CODE or isinstance(node, (ast.Raise, ast.Assert)):
                 continue
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from self._of(child)
+                    yield from self._of(child, lines, is_in_function)
 
-    def _here(self, node: ast.AST) -> Iterator[Mutant]:
+    def _here(self, node: ast.AST) -> Iterator[tuple[int, int, str]]:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             yield self._between(node.left, node.comparators[0], *COMPARISONS[type(node.ops[0])])
         elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
@@ -90,36 +109,31 @@ class _File:
             words = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
             yield self._between(node.values[0], node.values[1], *words)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            yield self._instead(node, f"bool({self._source(node.operand)})")
+            yield *self._span(node), f"bool({self._source(node.operand)})"
         elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
             value: Any = node.value
-            yield self._instead(node, str(not value if isinstance(value, bool) else value + 1))
+            yield *self._span(node), str(not value if isinstance(value, bool) else value + 1)
         elif isinstance(node, ast.Name) and node.id in NAMES:
-            yield self._instead(node, NAMES[node.id])
+            yield *self._span(node), NAMES[node.id]
         elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            yield self._instead(node.test, f"(not ({self._source(node.test)}))")
+            yield *self._span(node.test), f"(not ({self._source(node.test)}))"
         elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-            yield self._instead(node, "pass")
+            yield *self._span(node), "pass"
         elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
-            yield self._instead(node, "return None")
+            yield *self._span(node), "return None"
 
     def _span(self, node: Any) -> tuple[int, int]:
-        starts = self._lines
+        starts = self._starts
         return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
     def _source(self, node: ast.AST) -> str:
         start, stop = self._span(node)
         return self._text[start:stop].decode()
 
-    def _instead(self, node: Any, new: str) -> Mutant:
-        return Mutant(self._name, *self._span(node), new, node.lineno, self._source(node))
-
-    def _between(self, left: Any, right: Any, old: str, new: str) -> Mutant:
+    def _between(self, left: Any, right: Any, old: str, new: str) -> tuple[int, int, str]:
         """Replace the operator ``old`` between two operands."""
         start, stop = self._span(left)[1], self._span(right)[0]
-        words = self._text[start:stop].decode()
-        changed = words.replace(old, new, 1)
-        return Mutant(self._name, start, stop, changed, left.end_lineno, words)
+        return start, stop, self._text[start:stop].decode().replace(old, new, 1)
 
 
 def mutants(files: Sequence[str], root: Path = ROOT) -> list[Mutant]:
@@ -128,40 +142,96 @@ def mutants(files: Sequence[str], root: Path = ROOT) -> list[Mutant]:
 
 
 def files_of(folders: Sequence[str], root: Path = ROOT) -> list[str]:
-    """Return the Python files of these folders of the package."""
-    found = (path for folder in folders for path in sorted((root / "megatron/swap" / folder).rglob("*.py")))
+    """Return the Python files of these folders and files of the package."""
+    places = (root / "megatron/swap" / folder for folder in folders)
+    found = (path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place]))
     return [str(path.relative_to(root)) for path in found]
+
+
+class _Recorder:
+    """Instead of a mutant: the file through which each process of a trial notes the lines that it executes."""
+
+    file = "sitecustomize.py"
+
+    def planted(self, root: Path) -> str:
+        return "import benchmarks.faults.executed_lines\n"
+
+
+def record(tests: Sequence[str]) -> dict[str, Any]:
+    """Run ``tests`` once. Return the names of those that pass, the fastest first, and ``lines``: for each file and line
+    the numbers of the tests that execute it. Number 0 stands for the import of modules.
+    """
+    with own_folder("swap-executed-lines-") as (folder, _):
+        running = folder / "running"
+        running.write_text(name_of(""))
+        os.environ[VARIABLE] = str(running)
+        plugin = ["-p", executed_lines.__name__, "-n", str(NUM_AT_ONCE), "--dist=worksteal", "--maxfail=0"]
+        outcome = run_trial(ROOT, _Recorder(), [*plugin, *tests], timeout_s=4 * 3600)
+        del os.environ[VARIABLE]
+        rows = [json.loads(line) for path in folder.glob("tests-*") for line in path.read_text().splitlines()]
+        # Slow ones may not end in time beside a second mutant.
+        taken = [row for row in rows if row["passed"] and row["seconds"] < TEST_TIMEOUT_S / 2]
+        if not taken:
+            raise RuntimeError(f"no test passed: {outcome.error}")
+        print(f"{len(taken)} of {len(rows)} tests passed in {outcome.seconds:.0f} s", flush=True)
+        names = ["", *(row["test"] for row in sorted(taken, key=lambda row: row["seconds"]))]
+        lines: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for number, name in enumerate(names):
+            of_test = {path for test in (name, name.partition("::")[0]) if (path := folder / name_of(test)).exists()}
+            for place in {place for path in of_test for place in path.read_text().splitlines()}:
+                file, _, line = place.rpartition(":")
+                lines[f"megatron/swap/{file}"][line].append(number)
+        return {"tests": names, "lines": lines}
+
+
+def executing_tests(mutant: Mutant, executed: dict[str, Any]) -> list[str]:
+    """Return the tests that execute the statement, the fastest first; if it runs at import, those of its file."""
+    of_file = executed["lines"].get(mutant.file, {})
+    numbers = {number for line in range(mutant.lines[0], mutant.lines[1] + 1) for number in of_file.get(str(line), ())}
+    if numbers == {0}:
+        numbers = {number for line in of_file.values() for number in line}
+    return [executed["tests"][number] for number in sorted(numbers - {0})]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--files", nargs="+", help=f"default: all of {', '.join(FOLDERS)}")
-    parser.add_argument("--tests", nargs="+", help="default: the unit tests of the mutant's folder")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for the tests of one mutant")
-    parser.add_argument("--output", type=Path, help="append rows here; mutants that have one are not run again")
+    parser.add_argument("--folders", nargs="+", default=FOLDERS, help=f"of megatron/swap; default: {' '.join(FOLDERS)}")
+    parser.add_argument("--size", choices=("short", "all"), default="short", help="tests of tests/run.sh, or of --all")
+    parser.add_argument("--tests", nargs="+", default=[], help="default: all")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests of one mutant")
+    parser.add_argument("--output", type=Path, required=True, help="rows are appended; mutants with one do not run")
     options = parser.parse_args(argv)
-    found = mutants(options.files or files_of(FOLDERS))
+    os.environ |= {"SWAP_TESTS": options.size, "MEGATRON_SWAP_PYTHON": sys.executable}
+    found = mutants(files_of(options.folders))
     chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
-    rows = [] if options.output is None or not options.output.exists() else options.output.read_text().splitlines()
-    known = {row["id"]: row for row in map(json.loads, rows)}
-    about = {"seed": options.seed, "num_sites": len(found), "commit": facts()["commit"]}
-    for mutant in chosen:
-        if mutant.id in known:
-            continue
-        tests = options.tests or [f"tests/unit/{Path(mutant.file).parts[2]}"]
-        outcome = run_trial(ROOT, mutant, tests, options.timeout)
-        row = {"id": mutant.id, **vars(mutant), **vars(outcome), **about}
-        known[mutant.id] = row
-        where = f"{mutant.file}:{mutant.line}  {mutant.old!r} -> {mutant.new!r}"
-        print(f"{outcome.outcome:8} {outcome.seconds:6.1f} s  {where}", flush=True)
-        if options.output is not None:
-            with options.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    outcomes = [known[mutant.id]["outcome"] for mutant in chosen]
-    num_caught = sum(outcome not in (MISSED, BROKEN) for outcome in outcomes)
-    print(f"{num_caught} of {len(outcomes)} mutants caught, of {len(found)} sites")
+    rows = options.output.read_text().splitlines() if options.output.exists() else []
+    known = {row["id"]: row for row in map(json.loads, rows) if row["size"] == options.size}
+    about = {"size": options.size, "seed": options.seed, "num_sites": len(found), "commit": facts()["commit"]}
+    recorded = options.output.with_name(f"{options.output.name}.{options.size}.lines")
+    executed = json.loads(recorded.read_text()) if recorded.exists() else {}
+    if executed.get("of") != (of := [about["commit"], *options.tests]):
+        executed = {"of": of, **record(options.tests)}
+        recorded.write_text(json.dumps(executed))
+
+    def tried(mutant: Mutant) -> dict[str, Any]:
+        tests = executing_tests(mutant, executed)
+        outcome = run_trial(ROOT, mutant, tests, options.timeout) if tests else Outcome(MISSED)
+        return {"id": mutant.id, **vars(mutant), **vars(outcome), "num_tests": len(tests), **about}
+
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool, options.output.open("a") as file:
+        for done in as_completed([pool.submit(tried, mutant) for mutant in chosen if mutant.id not in known]):
+            row = done.result()
+            known[row["id"]] = row
+            print(json.dumps(row), file=file, flush=True)
+            where = f"{row['file']}:{row['line']}  {row['old']!r} -> {row['new']!r}"
+            print(f"{row['outcome']:8} {row['seconds']:6.1f} s  {where}", flush=True)
+    for folder in (*options.folders, ""):
+        outcomes = [known[one.id]["outcome"] for one in chosen if one.file.startswith(f"megatron/swap/{folder}")]
+        missed, ended = outcomes.count(MISSED), outcomes.count(TIMEOUT)
+        caught = len(outcomes) - missed - ended  # also where a file of tests cannot be imported
+        print(f"{folder or 'all'}: {caught} caught, {missed} missed, {ended} ended by time, of {len(outcomes)}")
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.mutants import FOLDERS, files_of, mutants
+from benchmarks.faults.mutants import FOLDERS, Mutant, executing_tests, files_of, mutants, record
 from benchmarks.machine import ROOT
 
 TEXT = '''\
@@ -40,6 +40,31 @@ def test_one_of_each_kind(tmp_path: Path) -> None:
         assert [number for number, (before, after) in pairs if before != after] == [one.line]
 
 
+def test_a_statement_in_a_function_has_its_own_lines(tmp_path: Path) -> None:
+    """Elsewhere code runs at import, and any line of the file may show what it made."""
+    (tmp_path / "size.py").write_text("LIMIT = 3\n" + TEXT + "    for b in (\n        7,\n    ):\n        print(b)\n")
+    lines = {one.old: one.lines for one in mutants(["size.py"], tmp_path)}
+    assert lines["3"] == (5, 5)  # the last of that text
+    assert lines["True"] == (1, 14)
+    assert lines["7"] == (10, 12)
+    assert lines["print(b)"] == (13, 13)
+
+
+def test_the_tests_of_a_statement() -> None:
+    """The fastest first. A line that runs at import alone has the tests of its file."""
+    executed = {
+        "tests": ["", "fast", "slow", "slowest"], "lines": {"a.py": {"1": [0], "2": [2], "3": [1, 2], "9": [0, 3]}}
+    }  # fmt: skip
+
+    def chosen(*lines: int, file: str = "a.py") -> list[str]:
+        return executing_tests(Mutant(file, 0, 1, "", lines[0], "", (lines[0], lines[1])), executed)
+
+    assert chosen(2, 3) == ["fast", "slow"]
+    assert chosen(9, 9) == ["slowest"]
+    assert chosen(1, 1) == ["fast", "slow", "slowest"]
+    assert chosen(4, 8) == chosen(2, 3, file="b.py") == []
+
+
 def test_all_files_have_some() -> None:
     found = mutants(files_of(FOLDERS))
     assert len(found) > 5000
@@ -48,15 +73,35 @@ def test_all_files_have_some() -> None:
 
 @pytest.mark.slow
 def test_a_trial(tmp_path: Path) -> None:
-    """A mutant is caught by the tests of its file, and is not tried twice."""
+    """A mutant is caught by the tests of its line, and is not tried twice."""
     command = [
-        sys.executable, "-m", "benchmarks.faults.mutants", "--files", "megatron/swap/common/layer_ranges.py",
+        sys.executable, "-m", "benchmarks.faults.mutants", "--folders", "common/layer_ranges.py", "--size", "all",
         "--tests", "tests/unit/common/test_layer_ranges.py", "--count", "1", "--output", str(tmp_path / "rows"),
     ]  # fmt: skip
     first, second = (
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         for _ in range(2)
     )
-    assert first[0].startswith("caught ")
-    assert first[1].startswith("1 of 1 mutants caught, of ")
-    assert second == first[1:]
+    assert "tests passed in" in first[0]
+    assert first[1].startswith("caught ")
+    result = "1 caught, 0 missed, 0 ended by time, of 1"
+    assert first[2:] == second == [f"common/layer_ranges.py: {result}", f"all: {result}"]
+
+
+@pytest.mark.slow
+def test_lines_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that an earlier test has started forks the trainer of the second test, which alone loads state."""
+    monkeypatch.setenv("SWAP_TESTS", "all")
+    path = "tests/integration/test_ledger.py"
+    tests = [f"{path}::test_activations_in_host_memory", f"{path}::test_saved_in_its_last_step"]
+    executed = record(["-n", "0", *tests])
+    assert sorted(executed["tests"]) == ["", *tests]
+
+    def num_lines(file: str) -> list[int]:
+        lines = executed["lines"][f"megatron/swap/{file}"].values()
+        return [sum(executed["tests"].index(test) in numbers for numbers in lines) for test in tests]
+
+    first, second = num_lines("engine/offload.py")
+    assert first > second
+    first, second = num_lines("optimizer/stepper.py")
+    assert first < second
