@@ -82,7 +82,7 @@ def test_a_trial(tmp_path: Path) -> None:
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         for _ in range(2)
     )
-    assert "tests passed in" in first[0]
+    assert "tests passed in time" in first[0]
     assert first[1].startswith("caught ")
     result = "1 caught, 0 missed, 0 ended by time, of 1"
     assert first[2:] == second == [f"common/layer_ranges.py: {result}", f"all: {result}"]
