@@ -89,12 +89,14 @@ def test_a_trial(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_lines_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that an earlier test has started forks the trainer of the second test, which alone loads state."""
     monkeypatch.setenv("SWAP_TESTS", "all")
+    monkeypatch.setattr("benchmarks.faults.mutants.TEST_TIMEOUT_S", float("inf"))  # of a busy machine, too
     path = "tests/integration/test_ledger.py"
     tests = [f"{path}::test_activations_in_host_memory", f"{path}::test_saved_in_its_last_step"]
-    executed = record(["-n", "0", *tests])
+    executed = record(["-n", "0", "-o", "timeout=600", *tests])
     assert sorted(executed["tests"]) == ["", *tests]
 
     def num_lines(file: str) -> list[int]:
