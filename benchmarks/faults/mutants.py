@@ -5,8 +5,9 @@
 A mutant is one small change of the code: another comparison or operator, a negated condition, a number that is one
 larger, a call that is left out. Sites are drawn with equal chances. The tests run once first, to learn which of them
 execute which lines (FILE.SIZE.lines; made anew at another commit). Each mutant then gets the tests that execute its
-statement, the fastest first, up to the first that fails. A reader says which of the survivors change nothing. The
-machine should be idle otherwise: tests that fail or are slow in the first run are left out, as a line says.
+statement, the fastest first, up to the first that fails. A reader says which of the survivors change nothing, and what
+became of tests that are not collected: the change has broken an import, or has given tests other names. The machine
+should be idle otherwise: tests that fail or are slow in the first run are left out, as a line says.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 from benchmarks.faults import executed_lines
 from benchmarks.faults.executed_lines import VARIABLE, name_of
-from benchmarks.faults.trial import MISSED, TEST_TIMEOUT_S, TIMEOUT, Outcome, run_trial
+from benchmarks.faults.trial import BROKEN, CAUGHT, MISSED, TEST_TIMEOUT_S, TIMEOUT, Outcome, run_trial
 from benchmarks.machine import ROOT, facts
 from megatron.swap.common.leftovers import own_folder
 
@@ -230,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row['outcome']:8} {row['seconds']:6.1f} s  {where}", flush=True)
     for folder in (*options.folders, ""):
         outcomes = [known[one.id]["outcome"] for one in chosen if one.file.startswith(f"megatron/swap/{folder}")]
-        missed, ended = outcomes.count(MISSED), outcomes.count(TIMEOUT)
-        caught = len(outcomes) - missed - ended  # also where a file of tests cannot be imported
-        print(f"{folder or 'all'}: {caught} caught, {missed} missed, {ended} ended by time, of {len(outcomes)}")
+        words = {CAUGHT: "caught", MISSED: "missed", TIMEOUT: "ended by time", BROKEN: "not collected"}
+        counts = ", ".join(f"{outcomes.count(outcome)} {word}" for outcome, word in words.items())
+        print(f"{folder or 'all'}: {counts}, of {len(outcomes)}")
     return 0
 
 

@@ -84,7 +84,7 @@ def test_a_trial(tmp_path: Path) -> None:
     )
     assert "tests passed in time" in first[0]
     assert first[1].startswith("caught ")
-    result = "1 caught, 0 missed, 0 ended by time, of 1"
+    result = "1 caught, 0 missed, 0 ended by time, 0 not collected, of 1"
     assert first[2:] == second == [f"common/layer_ranges.py: {result}", f"all: {result}"]
 
 
