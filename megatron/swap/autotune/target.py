@@ -76,31 +76,14 @@ class PlanTarget:
 class RunParts:
     """The parts of a run that the planner measures and switches."""
 
-    Attributes:
-        layers: the boundaries around the layers of this rank.
-        device: the device of this rank.
-        host_tier: host memory, whose link is measured.
-        recorder: records steps.
-        footprint: counts what a step saves.
-        pipeline_rank: this rank's stage of the pipeline.
-        num_micro_batches: returns the micro-batches of the current step.
-        host_bytes: returns the host memory that this rank may reserve for activations.
-        take_peak: returns the most bytes held since the last call, and the bytes held now. Used where the device does
-            not report reserved memory.
-        offloaded_state: returns measurements of the optimizer state that may be offloaded; ``None``: the planner does
-            not decide about it.
-        set_offload_fraction: offloads this fraction of the optimizer state from now on.
-        guard: is on while steps are measured; ``None``: the planner does not switch it.
-    """
-
-    layers: Layers
+    layers: Layers  # the boundaries around the layers of this rank
     device: Device
-    host_tier: Tier
+    host_tier: Tier  # host memory, whose link is measured
     recorder: Recorder
-    footprint: FootprintMeter
-    pipeline_rank: int
-    num_micro_batches: Callable[[], int]
-    host_bytes: Callable[[], int]
+    footprint: FootprintMeter  # counts the bytes that a step saves
+    pipeline_rank: int  # this rank's stage of the pipeline
+    num_micro_batches: Callable[[], int]  # of the current step
+    host_bytes: Callable[[], int]  # that this rank may reserve for activations
     take_peak: Callable[[], tuple[int, int]]
     """Returns the most bytes held since the last call and now, where the device reports no reserved memory."""
     offloaded_state: Callable[[], OffloadedState | None] = lambda: None

@@ -40,33 +40,18 @@ GROUPS = {
 class Flag:
     """The flag of a setting."""
 
-    Attributes:
-        group: heading in ``--help``, one of ``GROUPS``.
-        help: 'What the flag does. Default: value. Set it when …': docs/reference/flags.md is made from it.
-        metavar: name of the value in ``--help``; ``None``: a switch, or one of ``choices``.
-        choices: allowed values; empty: ``allowed`` says them.
-        takes_several: the flag takes several values with blanks between them.
-        number: type of a number; ``None``: the value is no number.
-        allowed: allowed values in words, behind 'must be'.
-        is_allowed: whether a value that was read is allowed.
-        read: makes the setting of a value as it was given.
-        beside: settings of Megatron that the flag sets too.
-        instead: what to do without Megatron's trainer; ``None``: the setting is for any model.
-        written: the default as a command line gives it; ``None``: that of the field.
-    """
-
-    group: str
-    help: str
-    metavar: str | None = None
-    choices: tuple[str, ...] = ()
-    takes_several: bool = False
-    number: type[int] | type[float] | None = None
-    allowed: str = ""
-    is_allowed: Callable[[Any], bool] = lambda _: True
-    read: Callable[[Any], Any] = lambda given: given
-    beside: tuple[str, ...] = ()
-    instead: str | None = None
-    written: str | None = None
+    group: str  # heading in ``--help``, of ``GROUPS``
+    help: str  # 'What the flag does. Default: value. Set it when …': docs/reference/flags.md is made from it
+    metavar: str | None = None  # name of the value in ``--help``; None: a switch, or one of ``choices``
+    choices: tuple[str, ...] = ()  # allowed values; empty: ``allowed`` says them
+    takes_several: bool = False  # values with blanks between them
+    number: type[int] | type[float] | None = None  # None: the value is no number
+    allowed: str = ""  # allowed values in words, behind 'must be'
+    is_allowed: Callable[[Any], bool] = lambda _: True  # of a value that was read
+    read: Callable[[Any], Any] = lambda given: given  # makes the setting of a value as it was given
+    beside: tuple[str, ...] = ()  # settings of Megatron that the flag sets too
+    instead: str | None = None  # of the flag without Megatron's trainer; None: the setting is for any model
+    written: str | None = None  # the default as a command line gives it; None: that of the field
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:

@@ -20,7 +20,7 @@ FORMAT = "megatron-swap profile"
 VERSION = 1
 
 # Upper bound of the allocator's fragmentation, in multiples of the largest tensor. One H200: up to 2.0
-# (docs/dev/history.md).
+# (docs/dev/log.md).
 MAX_FRAGMENTS = 2.25
 # Fragmentation in bytes for each weight that has copies, expected and at most, unless the largest tensor gives more.
 # One H200: 0.4 in a model whose largest tensor is small (docs/dev/fp8.md). Gaps of offloaded optimizer state come on
