@@ -29,12 +29,19 @@ class _Mark(torch.autograd.Function):
         return grad, None
 
 
-def mark(result: Any, is_given: Callable[[torch.Tensor], bool], on_backward: Callable[[], None]) -> Any:
+def mark(
+    result: Any, is_given: Callable[[torch.Tensor], bool], on_backward: Callable[[], None], *, is_alone: bool
+) -> Any:
     """Return ``result`` of a layer with a mark: ``on_backward`` is called before backward enters the layer.
 
     Args:
         is_given: whether the layer was called with a tensor.
+        is_alone: nobody gets the layer's results but by ``result``. A layer of any model may also store them in an
+            object that it shares with its caller. Then its own nodes tell, too: such tensors have no mark.
     """
+    if not is_alone:
+        for tensor in tensors_in(result):
+            _hook(tensor, on_backward)
     if isinstance(result, torch.Tensor):
         return _marked(result, is_given, on_backward)
     if type(result) is tuple and all(one is None or isinstance(one, torch.Tensor) for one in result):

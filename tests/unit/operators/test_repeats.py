@@ -272,7 +272,7 @@ def test_a_run_that_does_not_fit(
 ) -> None:
     """It decides from there on, and later runs repeat each other again."""
     if layer is Masked:  # a device's memory is observed by its allocator
-        monkeypatch.setattr(run_device, "Observer", lambda: None)
+        monkeypatch.setattr(run_device, "Observer", lambda **_: None)
     run = Run(layer, policy(), monkeypatch)
     for _ in range(3):
         run.ended.clear()
