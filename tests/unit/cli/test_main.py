@@ -25,13 +25,6 @@ def test_a_command_gets_the_flags_after_two_dashes(capsys: pytest.CaptureFixture
     assert "tokens/s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_each_command_has_its_own_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main([command, "--help"])
-    assert capsys.readouterr().out.startswith(f"usage: megatron-swap {command}")
-
-
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["paln"])
@@ -138,11 +131,3 @@ def test_a_native_part_that_cannot_be_loaded(
     build._seal(built)
     doctor.report_native()
     assert f"note: {built} cannot be loaded: " in capsys.readouterr().err
-
-
-def test_plan_without_numpy_names_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "megatron.swap.cli.plan", raising=False)
-    monkeypatch.setitem(sys.modules, "megatron.swap.planner.solve", None)
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", "--help"])
-    assert "plan needs megatron.swap.planner.solve, which is missing" in capsys.readouterr().err

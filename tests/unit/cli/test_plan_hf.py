@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +162,3 @@ def test_wrong_input(folder: Path, capsys: pytest.CaptureFixture[str], line: str
     assert said.err.startswith(f"error: {message}")
     assert said.err.count("\n") == 1
     assert said.out == ""
-
-
-def test_transformers_is_missing(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert program.main(OF_LLAMA.split()) == 1
-    assert "transformers builds the model, and is missing: pip install transformers." in capsys.readouterr().err

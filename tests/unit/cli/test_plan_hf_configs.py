@@ -97,16 +97,13 @@ OF_ANOTHER = {"AutoConfig": "a/b--c.D", "AutoModel": "a/b--c.D", "AutoModelForCa
         ({"attn_implementation": {"": "eager"}}, RUNS),
         ({"return_dict": False}, RUNS),
         ({"rope_scaling": None, "time_step_limit": [0.0, float("inf")]}, RUNS),
+        ({"model_type": "modernbert-decoder", "pad_token_id": 0}, RUNS),
     ],
     ids=lambda what: str(what)[:40].encode("unicode_escape").decode() if isinstance(what, dict) else "",
 )
 def test_keys(monkeypatch: pytest.MonkeyPatch, read: Read, keys: dict[str, Any], words: str) -> None:
     monkeypatch.setattr(config_model, "MOST_MODULES", 300)
     assert words in read(LLAMA | keys)
-
-
-def test_a_model_whose_padding_must_be_a_number(read: Read) -> None:
-    assert RUNS in read(LLAMA | {"model_type": "modernbert-decoder", "pad_token_id": 0})
 
 
 @pytest.mark.parametrize(
@@ -175,7 +172,7 @@ KEYS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(sized(200, 20)))
+@pytest.mark.parametrize("seed", range(sized(40, 20)))
 def test_random_configs(read: Read, seed: int) -> None:
     chance = random.Random(seed)
     config = LLAMA | {chance.choice(KEYS): chance.choice(VALUES) for _ in range(chance.choice((1, 1, 2, 3)))}

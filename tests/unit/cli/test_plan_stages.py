@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.swap.cli.main import main
 from megatron.swap.forecast.gpus import GPUS
 from megatron.swap.forecast.options import FULL, NOTHING, PLANNED, STATE, Option
 from megatron.swap.forecast.stages import decide, planned_ranks
-from tests.unit.cli.test_plan_output import FLAGS, LLAMA, option, planned, rows, words
+from tests.unit.cli.test_plan_output import FLAGS, LLAMA, option, planned, words
 
 LONG = (
     "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 65536 --micro-batch-size 1 "
@@ -33,15 +32,6 @@ def test_the_stage_that_does_not_fit_decides(capsys: pytest.CaptureFixture[str])
     status, (first, *_) = planned(capsys, f"{TWO} --memory-gib 40 --pipeline-rank 0 -- {LONG}")
     assert status == 0
     assert first.splitlines()[1] == "Figures of stage 0 of 2 (stages count from 0)."
-
-
-@pytest.mark.slow
-def test_the_slower_stage_decides_if_both_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    status, (verdict, _, speed, *_) = planned(capsys, f"{TWO} --memory-gib 60 -- {LONG}")
-    assert status == 0
-    assert verdict.splitlines()[1] == "Figures of stage 1 of 2, the slower one (stages count from 0)."
-    _, (_, _, last, *_) = planned(capsys, f"{TWO} --memory-gib 60 --pipeline-rank 1 -- {LONG}")
-    assert speed == last
 
 
 def test_a_saved_plan_says_its_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -112,22 +102,3 @@ def test_shared_optimizer_state_is_advised_once(
     assert "--use-distributed-optimizer" not in parts[0]
     assert "Communication between GPUs is not counted." in parts
     assert not any("Communication" in part for part in planned(capsys, f"--gpu {gpu} -- {FLAGS}")[1])
-
-
-def test_no_shorter_step_is_advised_if_the_kept_state_fills_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """8B: 60 GiB of weights and gradients, and half of 90 GiB of state, on 80 GB."""
-    status, (verdict, table, *_) = planned(capsys, f"--gpu h100 -- {LLAMA} --swap-optimizer 0.5")
-    assert status == 1
-    assert "one or several of: --swap-optimizer auto, --tensor-model-parallel-size 2" in verdict
-    assert "shorter" not in verdict
-    assert "smaller" not in verdict
-    assert rows(table)[STATE][-2] == "no"
-
-
-@pytest.mark.parametrize(("batch", "given"), [("", 1), ("--global-batch-size 7", 7)])
-def test_virtual_stages_want_a_multiple_of_the_stages(
-    capsys: pytest.CaptureFixture[str], batch: str, given: int
-) -> None:
-    flags = f"{FLAGS} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {batch}"
-    assert main(["plan", *f"--gpu h200 -- {flags}".split()]) == 1
-    assert capsys.readouterr().err.startswith(f"error: micro-batches a step: {given} is given; with virtual pipeline")

@@ -58,12 +58,6 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-@NEEDS_COMPILER
-def test_it_is_built_where_there_is_a_compiler() -> None:
-    assert build.load() is not None
-    assert build.load() is build.load()
-
-
 def test_it_is_not_built_where_that_is_not_wanted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,15 +95,6 @@ def test_a_failing_compiler_is_quoted(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     assert build.load() is None
     assert said in caplog.text
-
-
-def test_a_folder_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
-    assert build.load() is None
-    assert "without the C++ part of this package: no out-of-memory guard" in caplog.text
 
 
 def test_several_ranks_build_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -286,12 +271,6 @@ def test_the_header_has_the_same_states() -> None:
     header = (Path(build.__file__).parent / "transfer_queue.h").read_text()
     declared = ", ".join(f"{state.name.lower()} = {state.value}" for state in JobState)
     assert f"enum class JobState {{ {declared} }};" in header
-
-
-def test_the_core_needs_neither_python_nor_torch() -> None:
-    for name in ("transfer_queue.h", "transfer_queue.cpp", "cuda_runtime.h", "cuda_runtime.cpp", "host_chunks.h"):
-        text = (Path(build.__file__).parent / name).read_text()
-        assert not re.findall(r"#include.*(?:[/]|[Pp]ython).*", text)
 
 
 def test_a_process_without_cuda_has_no_runtime() -> None:

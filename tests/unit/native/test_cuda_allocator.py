@@ -76,42 +76,35 @@ def test_every_virtual_function_of_this_torch_is_known() -> None:
     check_virtuals(headers())
 
 
-@NEEDS_CUDA_BUILD
-@pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize(
-    ("planted", "said"),
-    [
-        ("virtual void later(int) {}", "later"),
-        ("virtual\n  std::pair<int (*)(int),\n int>* later() const { return nullptr; }", "later"),
-        ("virtual std::function<bool(int)> later(std::function<void()> f) = 0;", "later"),
-        ("virtual DataPtr allocate(size_t n, int more);", "allocate"),
-        ("virtual bool operator==(int) const;", "operator"),
-    ],
+PLANTED = (
+    ("virtual void later(int) {}", "later"),
+    ("virtual\n  std::pair<int (*)(int),\n int>* later() const { return nullptr; }", "later"),
+    ("virtual std::function<bool(int)> later(std::function<void()> f) = 0;", "later"),
+    ("virtual DataPtr allocate(size_t n, int more);", "allocate"),
+    ("virtual bool operator==(int) const;", "operator"),
 )
-def test_a_planted_virtual_function_is_refused(name: str, planted: str, said: str) -> None:
-    texts = headers()
-    assert KNOWN[name] in texts[name]
-    texts[name] = texts[name].replace(KNOWN[name], f"{KNOWN[name]}\n{planted}")
-    with pytest.raises(BuildError, match=rf"unknown to us: \['{said}"):
-        check_virtuals(texts)
+CHANGED = (
+    ("CUDAAllocator", "class CUDAAllocator : public DeviceAllocator", "class CUDAAllocator : public Between"),
+    ("DeviceAllocator", ": public c10::Allocator {", ": public c10::Allocator, Other {"),
+    ("Allocator", "struct C10_API Allocator {", "struct C10_API Allocator : Counted {"),
+    ("DeviceAllocator", "struct C10_API DeviceAllocator", "struct C10_API Renamed"),
+)
 
 
 @NEEDS_CUDA_BUILD
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [
-        ("CUDAAllocator", "class CUDAAllocator : public DeviceAllocator", "class CUDAAllocator : public Between"),
-        ("DeviceAllocator", ": public c10::Allocator {", ": public c10::Allocator, Other {"),
-        ("Allocator", "struct C10_API Allocator {", "struct C10_API Allocator : Counted {"),
-        ("DeviceAllocator", "struct C10_API DeviceAllocator", "struct C10_API Renamed"),
-    ],
-)
-def test_other_classes_than_we_know_are_refused(name: str, before: str, after: str) -> None:
-    texts = headers()
-    assert before in texts[name]
-    texts[name] = texts[name].replace(before, after)
-    with pytest.raises(BuildError, match=rf": {name} in {BASES[name]} is not the class that we know"):
-        check_virtuals(texts)
+def test_functions_and_classes_that_we_do_not_know_are_refused() -> None:
+    cases = [
+        *((name, known, f"{known}\n{text}", rf"unknown to us: \['{said}")
+          for name, known in KNOWN.items() for text, said in PLANTED),
+        *((name, before, after, f": {name} in {BASES[name]} is not the class that we know")
+          for name, before, after in CHANGED),
+    ]  # fmt: skip
+    for name, before, after, said in cases:
+        texts = headers()
+        assert before in texts[name]
+        texts[name] = texts[name].replace(before, after)
+        with pytest.raises(BuildError, match=said):
+            check_virtuals(texts)
 
 
 def test_what_is_not_a_new_function_is_not_taken_for_one() -> None:
@@ -140,21 +133,6 @@ def test_it_is_built_once_and_loads_without_a_gpu() -> None:
 def test_it_may_not_be_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_SWAP_NATIVE", "0")
     with pytest.raises(BuildError, match="MEGATRON_SWAP_NATIVE=0"):
-        load_cuda_allocator()
-
-
-def test_torch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(BuildError, match="without CUDA"):
-        load_cuda_allocator()
-
-
-@NEEDS_CUDA_BUILD
-def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
-    with pytest.raises(BuildError, match="no compiler is on PATH"):
         load_cuda_allocator()
 
 
@@ -191,12 +169,6 @@ def test_headers_are_of_this_cuda_and_complete(monkeypatch: pytest.MonkeyPatch, 
         found(runtime)
     with pytest.raises(BuildError, match="headers of CUDA 13"):
         found(older)
-
-
-def test_a_toolkit_that_is_named_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    assert tmp_path / "include" in cuda_allocator.include_places()
 
 
 @NEEDS_CUDA_BUILD
@@ -282,12 +254,6 @@ class TestWithoutGpu:
         error = "OutOfMemoryError: no room for 1000"
         assert case("capturing") == [
             "allocate 1000", error, "raw_alloc_with_stream 1000", "asked about stream 77", "last error cleared", error,
-        ]
-
-    def test_what_makes_room_gets_no_second_chance(self, case: Callable[[str], list[str]]) -> None:
-        within = ["allocates", "raw_alloc 5", "within: no room for 5"]
-        assert case("nested") == [
-            "raw_alloc 4", *within, "raw_alloc 4", "done", "raw_alloc 6", *within, "raw_alloc 6", "done",
         ]
 
     def test_after_removal_it_hands_on_and_no_more(self, case: Callable[[str], list[str]]) -> None:

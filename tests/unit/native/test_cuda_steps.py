@@ -11,7 +11,7 @@ import torch
 
 from megatron.swap.common.types import MIB, SwapError
 from megatron.swap.native.cuda_library import loaded_cuda_library
-from megatron.swap.native.transfer_queue import CudaCopy, HostCopy, TransferQueue
+from megatron.swap.native.transfer_queue import CudaCopy, TransferQueue
 from tests.unit.native.helpers import NEEDS_COMPILER, FakeCuda, Memory, copy
 
 Make = Callable[..., TransferQueue]
@@ -108,20 +108,6 @@ def test_so_many_are_in_flight_and_pushed_ones_go_ahead(make: Make, fake: FakeCu
     fake.allow(-1)
     queue.wait_all()
     assert [call.split()[1] for call in fake.calls if call.startswith("record")] == ["1", "2", "9", "3", "4"]
-
-
-def test_copies_are_noticed_while_a_host_step_runs(make: Make, fake: FakeCuda) -> None:
-    queue = make(cuda=fake)
-    source, target = Memory(b"new"), Memory(b"old")
-    big = Memory(bytes(64 * MIB)), Memory(bytes(64 * MIB))
-    fake.allow(0)
-    first = queue.enqueue([cuda_copy(target, source, done=1)])
-    second = queue.enqueue([HostCopy(big[0].address, big[1].address, 64 * MIB)] * 40)
-    until(lambda: queue.num_waiting == 0)
-    fake.allow(-1)
-    queue.wait(first)
-    assert not queue.is_done(second)
-    queue.wait(second)
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,6 @@ def test_what_it_declares_comes_back(example: Any):
         assert other.stats.num_passive == 0
 
 
-def test_without_swapping_it_just_runs(example: Any):
-    x = torch.arange(10.0)
-    assert torch.equal(example.plus_one(x, True), x + 1)
-    assert example.plus_one(torch.empty(0), True).numel() == 0
-
-
 def test_what_it_uses_does_not_leave_before_its_end(example: Any):
     x = torch.arange(1000.0)
     with TensorSwap(HOST_GIB, "cpu") as swap:

@@ -85,16 +85,8 @@ def test_a_plan_that_keeps_everything_has_no_hooks() -> None:
     assert step_ms(3.0) == step_ms(0.0)
 
 
-def test_more_hooks_take_the_host_longer() -> None:
-    def step_ms(hook_ms: float) -> float:
-        of = replace(made(3.0), hook_ms=hook_ms)
-        return simulate(of, all_of(of, ("whole",) * 5)).step_ms
-
-    assert step_ms(0.5) == pytest.approx(step_ms(0.0) + 5 * 2 * 0.5)
-
-
-@pytest.mark.parametrize(("host_ms", "most"), [(0.0, 1.0), (0.6, 1.0), (1.0, 1.02), (1.4, 1.0), (2.0, 1.065)])
-@pytest.mark.parametrize(("room", "micro_batches"), [(0.2, 1), (0.5, 1), (0.8, 1), (0.5, 2)])
+@pytest.mark.parametrize(("host_ms", "most"), [(0.0, 1.0), (1.0, 1.02), (2.0, 1.065)])
+@pytest.mark.parametrize(("room", "micro_batches"), [(0.2, 1), (0.8, 1), (0.5, 2)])
 def test_the_solver_finds_what_plans_offer(host_ms: float, most: float, room: float, micro_batches: int) -> None:
     """At 2 ms the host takes as long as the device for a layer alone. There the search misses the best by up to 6 %."""
     of = made(host_ms, 4, micro_batches)
@@ -109,17 +101,16 @@ def test_the_solver_finds_what_plans_offer(host_ms: float, most: float, room: fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [0.25, 0.4])
-def test_the_work_of_the_host_is_spread_over_layers(room: float) -> None:
+def test_the_work_of_the_host_is_spread_over_layers() -> None:
     """Else the device waits for the host in the first layers, which swap, and the host for the device in later ones:
-    the search ended 2.1 and 2.6 % above its bound here.
+    the search ended 2.6 % above its bound here.
     """
     of = load_profile(str(RESULTS / "any-model" / "profile-33.739.json"))
     layers = tuple(replace(entry, host_ms=70.4 / 16 / WHOLE_LAYER) for entry in of.layers)
     of = replace(of, hook_ms=0.0, layers=layers)
     least_gib, kept_gib = smallest_budget(of), simulate(of, empty_plan(of)).peak_gib
     for hook_ms in (0.0, 0.6):  # which no plan avoids, in forward and in backward
-        found = solve(replace(of, hook_ms=hook_ms), least_gib + room * (kept_gib - least_gib), 1, 0.0)
+        found = solve(replace(of, hook_ms=hook_ms), least_gib + 0.4 * (kept_gib - least_gib), 1, 0.0)
         bound_ms = found.lower_bound_ms + 2 * hook_ms * sum(len(entry.layers) for entry in of.layers)
         assert found.prediction.step_ms <= 1.005 * bound_ms
 

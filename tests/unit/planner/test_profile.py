@@ -20,7 +20,7 @@ from megatron.swap.forecast.kernels import recompute_inputs
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.forecast.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.forecast.states import States
-from megatron.swap.forecast.what_if import with_link, with_tokens
+from megatron.swap.forecast.what_if import with_tokens
 from megatron.swap.planner.profile import LayerClass, NonLayer, NonLayerSite, Pipeline, Section, save_profile, sha256
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
@@ -35,7 +35,7 @@ FLAGS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_profile_round_trips_exactly(seed: int, tmp_path: Path) -> None:
     of = random_profile(seed)
     save_profile(of, tmp_path / "profile.json")
@@ -45,37 +45,44 @@ def test_a_profile_round_trips_exactly(seed: int, tmp_path: Path) -> None:
     assert sha256(replace(of, hook_ms=0.5)) == sha256(of)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("num_micro_batches",), 0, "num_micro_batches 0 must be at least 1"),
-        (("link", "d2h_gb_s"), 0, "link: d2h_gb_s: 0 is given; a link's speed must be above 0"),
-        (("layers", 0, "sites", 0, "done_at_ms"), 0.0, "done_at_ms at least needed_at_ms"),
-        (("layers", 0, "sites", 0, "recompute_ms"), "none", 'recompute_ms: "none" is given; it must be a number'),
-        (("outside", "sites"), [{"site": "loss/0", "mib": -1.0, "idle_ms": 0.0}], "mib: -1.0 is given"),
-        (("static_gib",), -1.0, "static_gib: -1.0 is given; it must be a number from 0"),
-        (("host_gib",), -1.0, "host_gib: -1.0 is given; it must be a number from 0"),
-        (("outside", "backward_ms"), -1.0, "outside: backward_ms: -1.0 is given; it must be a number from 0"),
-        (("layers", 0, "forward_ms"), -1.0, r"layers\[0\]: forward_ms: -1.0 is given; it must be a number from 0"),
-        (("layers", 0, "forward_peak_mib"), -1.0, "forward_peak_mib: -1.0 is given; it must be a number from 0"),
-        (("layers", 0, "sites", 0, "recompute_ms"), 1e308, r"recompute_ms: 1e\+308 is given; it must be a number"),
-        (("layers", 0, "sections"), [{"name": "x", "frees": [], "needs": [], "recompute_ms": -1}],
-         r"sections\[0\]: recompute_ms: -1 is given"),
-        (("model", "micro_batch_size"), 0, "model: micro_batch_size: 0 is given; it must be at least 1"),
-        (("pipeline", "rank"), 3, "rank 3 of 1: must be 0 to size - 1"),
-        (("pipeline", "chunks"), [[7]], "must hold the layers of this rank"),
-    ],
+REFUSED: tuple[tuple[tuple[str | int, ...], object, str], ...] = (
+    (("num_micro_batches",), 0, "num_micro_batches 0 must be at least 1"),
+    (("link", "d2h_gb_s"), 0, "link: d2h_gb_s: 0 is given"),
+    (("layers", 0, "sites", 0, "done_at_ms"), 0.0, "done_at_ms at least needed_at_ms"),
+    (("layers", 0, "sites", 0, "recompute_ms"), "none", 'recompute_ms: "none" is given'),
+    (("layers", 0, "sites", 0, "recompute_ms"), 1e308, r"recompute_ms: 1e\+308 is given"),
+    (("layers", 0, "sections"), [{"name": "x", "frees": [], "needs": [], "recompute_ms": -1}],
+     r"sections\[0\]: recompute_ms: -1 is given"),
+    (("layers", 0, "forward_ms"), -1.0, r"layers\[0\]: forward_ms: -1.0 is given"),
+    (("layers", 0, "forward_peak_mib"), -1.0, "forward_peak_mib: -1.0 is given"),
+    (("outside", "sites"), [{"site": "loss/0", "mib": -1.0, "idle_ms": 0.0}], "mib: -1.0 is given"),
+    (("outside", "backward_ms"), -1.0, "outside: backward_ms: -1.0 is given"),
+    (("static_gib",), -1.0, "static_gib: -1.0 is given"),
+    (("host_gib",), -1.0, "host_gib: -1.0 is given"),
+    (("model", "micro_batch_size"), 0, "model: micro_batch_size: 0 is given"),
+    (("pipeline", "rank"), 3, "rank 3 of 1: must be 0 to size - 1"),
+    (("pipeline", "chunks"), [[7]], "must hold the layers of this rank"),
 )  # fmt: skip
-def test_errors_name_the_key(path: tuple, value: object, message: str, tmp_path: Path) -> None:
-    save_profile(random_profile(1), tmp_path / "profile.json")
-    text = json.loads((tmp_path / "profile.json").read_text())
-    where: Any = text
-    for key in path[:-1]:
-        where = where[key]
-    where[path[-1]] = value
-    (tmp_path / "profile.json").write_text(json.dumps(text))
-    with pytest.raises(UsageError, match=message):
-        load_profile(tmp_path / "profile.json")
+
+
+def test_a_file_without_sites_outside_the_layers_is_read_and_errors_name_the_key(tmp_path: Path) -> None:
+    """Older profiles have no such sites."""
+    path, of = tmp_path / "profile.json", random_profile(1)
+    save_profile(of, path)
+    saved = path.read_text()
+    older = json.loads(saved)
+    del older["outside"]["sites"]
+    path.write_text(json.dumps(older))
+    assert load_profile(path) == of
+    for keys, value, message in REFUSED:
+        document: Any = json.loads(saved)
+        where = document
+        for key in keys[:-1]:
+            where = where[key]
+        where[keys[-1]] = value
+        path.write_text(json.dumps(document))
+        with pytest.raises(UsageError, match=message):
+            load_profile(path)
 
 
 def test_sections_are_nested_or_disjoint() -> None:
@@ -151,12 +158,6 @@ class TestShapes:
         assert kept.optimizer_gib == pytest.approx(states.copied_gradient_bytes * params / GIB + buckets_gib)
         more_ms = kept.non_layer.optimizer_ms - without.non_layer.optimizer_ms
         assert more_ms == pytest.approx(states.offload_fraction * states.state_bytes * params / 49e6)
-
-    def test_offloaded_state_is_counted(self) -> None:
-        states = States(gradient_bytes=2, state_bytes=10, num_shards=4, offload_fraction=0.3)
-        everything_gib = 1e9 * (2 + 2 + 10 / 4) / GIB
-        assert states.device_gib(1e9) + states.offloaded_gib(1e9) == pytest.approx(everything_gib)
-        assert states.offloaded_gib(1e9) == pytest.approx(0.3 * states.state_gib(1e9))
 
     def test_flags_mean_the_same_as_to_megatron(self) -> None:
         training = read_flags(f"{FLAGS} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
@@ -255,27 +256,12 @@ class TestWhatIf:
         assert scaled.non_layer.peak_gib == pytest.approx(made.non_layer.peak_gib)
         assert "scaled to sequences of 16384" in scaled.source
 
-    def test_another_link(self) -> None:
-        of = with_link(random_profile(3), 12.0)
-        assert set(vars(of.link).values()) == {12.0}
-
     def test_a_chunk_is_found_without_being_named(self) -> None:
         entry = LayerClass((2, 3), 1, 2, (site("a/0", 1, 0, 0),))
         of = profile([entry], pipeline=Pipeline(2, 1))
         assert of.chunks == ((2, 3),)
         assert of.has_loss
         assert simulate(of, empty_plan(of)).peak_gib == pytest.approx(2 / 1024)
-
-
-def test_a_profile_without_sites_outside_the_layers_is_read(tmp_path: Path) -> None:
-    """Older profiles have no such sites."""
-    of = random_profile(3)
-    save_profile(of, tmp_path / "profile.json")
-    text = json.loads((tmp_path / "profile.json").read_text())
-    del text["outside"]["sites"]
-    (tmp_path / "profile.json").write_text(json.dumps(text))
-    assert load_profile(tmp_path / "profile.json") == of
-    assert non_layer_table(of) == ""
 
 
 def test_the_table_says_why_sites_outside_the_layers_are_kept() -> None:
@@ -340,17 +326,6 @@ class TestCommandLine:
             "--swap-optimizer among the training flags, or add --swap-disk-dir to them.\n"
         )
 
-    def test_the_table_of_the_document(self) -> None:
-        flags = (
-            "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-            "--group-query-attention --num-query-groups 8 --seq-length 8192 --micro-batch-size 1 "
-            "--global-batch-size 16 --vocab-size 128256 --swiglu --bf16 --untie-embeddings-and-output-weights "
-            "--swap-optimizer 0.5 --swap-disk-dir x --use-distributed-optimizer --use-precision-aware-optimizer"
-        )
-        done = self.run("--gpu", "h200", "--host-gib", "30", "--table", "--", *flags.split())
-        (table,) = (table for table in done.stdout.split("\n\n") if table.startswith("memory "))
-        assert table in (ROOT / "docs" / "dev" / "planner.md").read_text()
-
     def test_a_plan_file_is_shown(self, tmp_path: Path) -> None:
         path = tmp_path / "plan.json"
         done = self.run("--gpu", "h200", "--memory-gib", "83", "--save", str(path), "--table", "--", *FLAGS.split())
@@ -372,22 +347,6 @@ class TestCommandLine:
         assert ["5", "(no", "sites)", "keep"] in lines
         assert ["budget", "none"] in lines
         assert self.run("--show", str(path), "--gpu", "h200").returncode == 2
-
-    def test_errors_are_one_line(self, tmp_path: Path) -> None:
-        done = self.run("--gpu", "h200", "--memory-gib", "10", "--", *FLAGS.split())
-        assert done.returncode == 1
-        assert done.stdout.startswith("Does not fit in 10 of the 139.8 GiB of NVIDIA H200. The least is ")
-        assert done.stderr == ""
-        missing = self.run("--profile", str(tmp_path / "none.json"))
-        assert missing.stderr == (f"error: {tmp_path / 'none.json'}: cannot be read (No such file or directory). Give "
-                                  "the path of a megatron-swap profile file.\n")  # fmt: skip
-
-    def test_the_curve_is_drawn(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        save_profile(random_profile(5), tmp_path / "profile.json")
-        done = self.run("--profile", str(tmp_path / "profile.json"), "--curve", str(tmp_path / "curve.png"))
-        assert done.returncode == 0, done.stderr
-        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_planner_needs_neither_torch_nor_megatron() -> None:

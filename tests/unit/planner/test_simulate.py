@@ -130,12 +130,6 @@ class TestByHand:
         assert predicted.step_ms == pytest.approx(24 + 25)
         assert predicted.timeline[3][1] == gib(300)
 
-    def test_speed_does_not_change_the_peak(self) -> None:
-        slow, fast = (profile([ONE], gb_s=GB_S * speed) for speed in (0.01, 10))
-        for layers in ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3)):
-            what = {layers: {"a/0": "swap"}}
-            assert simulate(slow, plan(slow, what)).peak_gib == simulate(fast, plan(fast, what)).peak_gib
-
     def test_trailing_layers_before_the_loss_are_kept(self) -> None:
         of = profile([ONE])
         everything = simulate(of, plan(of, {(0, 1, 2, 3): {"a/0": "swap"}}))
@@ -148,20 +142,6 @@ class TestByHand:
         assert predicted.recompute_ms == pytest.approx(2 * 2 * 0.5)
         assert predicted.step_ms == pytest.approx(2 * 2 * 6 + 2)
         assert predicted.peak_gib == gib(40 + 140)  # layer 1 in forward, before the recomputed storage is freed
-
-    def test_a_section_runs_once_for_all_that_it_frees(self) -> None:
-        sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 2.0, 3.0), site("b/0", 40, 1.5, 1.0, 2.0))
-        entry = LayerClass((0, 1), 2.0, 4.0, sites, (Section("mlp", ("a/0", "b/0"), ("in/0",), 1.5),))
-        of = profile([entry], non_layer=NonLayer(0, 0, 0, 0, 1.0))
-        predicted = simulate(of, plan(of, {(0, 1): {}}, l0=("mlp",)))
-        assert predicted.recompute_ms == pytest.approx(3.0)
-        assert predicted.peak_gib == gib(20 + 1024)
-
-    def test_memory_of_a_running_section_counts(self) -> None:
-        sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 1.0, 2.0))
-        entry = LayerClass((0,), 2.0, 4.0, sites, (Section("behind", ("a/0",), ("in/0",), 1.5, peak_mib=60),))
-        predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
-        assert (predicted.peak_gib, predicted.peak_at) == (gib(10 + 100 + 60), "backward of layer 0, micro-batch 0")
 
     @pytest.mark.parametrize(("before", "after"), [(30, 80), (80, 30), (30, 30)])
     def test_a_section_runs_between_two_operators(self, before: float, after: float) -> None:
@@ -197,16 +177,6 @@ class TestByHand:
         with pytest.raises(UsageError, match="cannot be recomputed alone"):
             layer_script(replace(entry, sections=entry.sections[1:]), {"a/0": Action.RECOMPUTE}, ())
 
-    def test_recomputation_waits_for_its_inputs(self) -> None:
-        sites = (
-            site("in/0", 100, 0.1, 3.0, 4.0),
-            site("out/0", 100, 1.0, 0.0, 1.0, recompute_ms=0.0, recompute_needs=("in/0",)),
-        )
-        of = profile([LayerClass((0, 1), 2.0, 4.0, sites)], gb_s=GB_S / 20)
-        kept = simulate(of, plan(of, {(0,): {"in/0": "swap"}}))
-        recomputed = simulate(of, plan(of, {(0,): {"in/0": "swap", "out/0": "recompute"}}))
-        assert recomputed.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)  # needed 3 ms earlier
-
     def test_a_chain_is_recomputed_in_order_once_and_held(self) -> None:
         """c is recomputed from b, and b from a, which is offloaded. All happens when c is needed, which is first."""
         sites = (
@@ -227,14 +197,6 @@ class TestByHand:
         kept = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
         # Recomputation takes 0.75 ms after the wait and does not overlap with it. a is needed 3 ms earlier.
         assert predicted.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)
-
-    def test_inputs_of_a_chain_are_held_until_its_end(self) -> None:
-        sites = (
-            site("a/0", 100, 0.1, 0.0, 0.5),
-            site("b/0", 40, 1.0, 2.0, 3.0, recompute_ms=0.5, recompute_needs=("a/0",)),
-        )
-        script = layer_script(LayerClass((0,), 2.0, 4.0, sites), {"b/0": Action.RECOMPUTE}, ())
-        assert script.needs == ((0.0, 2.0), (2.0, 3.0))
 
     def test_recomputations_that_need_each_other_are_refused(self) -> None:
         sites = (
@@ -270,13 +232,6 @@ class TestByHand:
         predicted = simulate(of, plan(of, {(0, 1): {"a/0": "swap"}}))
         assert (predicted.host_gib, predicted.peak_gib) == (0, gib(400))
 
-    def test_an_unknown_site_or_recomputation_is_named(self) -> None:
-        of = profile([ONE])
-        with pytest.raises(UsageError, match="names the site 'c/0' in layer 0; the profile has a/0"):
-            simulate(of, plan(of, {(0,): {"c/0": "keep"}}))
-        with pytest.raises(UsageError, match="recomputes a/0 in layer 0, which cannot be recomputed alone"):
-            simulate(of, plan(of, {(0,): {"a/0": "recompute"}}))
-
     def test_layers_that_recompute_have_slack_only_for_what_they_keep(self) -> None:
         sites = (site("a/0", 100, 1.0, 1.0, 2.0, recompute_ms=0.1), site("b/0", 10, 1.5, 0.0, 1.0))
         of = profile([LayerClass(tuple(range(8)), 2.0, 4.0, sites)], gb_s=GB_S / 50)
@@ -302,23 +257,6 @@ class TestPipelines:
         assert live_peaks(units, 2) == [(7, 4), (8, 3)]
         assert len(units) == len(set(units)) == 32
         assert simulate(of, empty_plan(of)).peak_gib == gib(11 * 200)
-
-    @pytest.mark.parametrize(("size", "num_chunks"), [(2, 1), (4, 1), (2, 2), (4, 3)])
-    def test_every_backward_follows_its_forward(self, size: int, num_chunks: int) -> None:
-        for rank in range(size):
-            seen = set()
-            for unit in schedule(2 * size, size, rank, num_chunks):
-                if unit.is_forward:
-                    seen.add((unit.chunk, unit.micro_batch))
-                else:
-                    seen.remove((unit.chunk, unit.micro_batch))
-            assert not seen
-
-    def test_swapping_frees_micro_batches_in_flight(self) -> None:
-        of = profile([ONE], micro_batches=8, pipeline=Pipeline(4, 0))
-        predicted = simulate(of, plan(of, {(0, 1, 2): {"a/0": "swap"}}))
-        assert predicted.peak_gib <= (4 * 100 + 300 + 2 * 300) / 1024  # what is kept, the running one, and two windows
-        assert predicted.host_gib == gib(1200)
 
 
 class EngineStep:
@@ -372,7 +310,7 @@ class EngineStep:
         self._pool.close()
 
 
-@pytest.mark.parametrize("seed", range(sized(40)))
+@pytest.mark.parametrize("seed", range(sized(16, 8)))
 def test_the_simulator_holds_as_much_as_the_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They agree at every layer boundary of both passes, for layers that swap all, nothing, or a part."""
     monkeypatch.setattr(offload_module, "COMMIT_BYTES", 16 * KIB)

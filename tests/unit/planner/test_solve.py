@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from megatron.swap.common.plan import LAYER_SECTION, Infeasible
 from megatron.swap.common.types import Action
-from megatron.swap.forecast.figures import with_figures
 from megatron.swap.forecast.gpus import find_gpu
 from megatron.swap.forecast.shape import shape_profile
-from megatron.swap.planner import program
 from megatron.swap.planner.profile import GAPS_GIB, LayerClass, NonLayer, OffloadedState, Profile, Section
 from megatron.swap.planner.program import Program, Windows, bound_windows
 from megatron.swap.planner.simulate import simulate
@@ -32,19 +30,7 @@ def random_budget(of: Profile, seed: int) -> float:
     return full * random.Random(seed).uniform(0.2, 1.1)
 
 
-def test_copies_cost_time_in_some_of_the_small_cases() -> None:
-    """If they cost none, brute force would not test it."""
-    answers = []
-    for of, budget in ((random_profile(seed), random_budget(random_profile(seed), seed)) for seed in range(200)):
-        answers.append(Program(of).solve(budget, of.host_gib, bound_windows(of)))
-    found = [answer for answer in answers if answer is not None]
-    assert len(found) > 100
-    assert len(found) < 190
-    assert sum(answer.out_exposed_ms > NEAR_MS for answer in found) >= 3
-    assert sum(answer.in_exposed_ms > NEAR_MS for answer in found) >= 3
-
-
-@pytest.mark.parametrize("block", range(sized(10)))
+@pytest.mark.parametrize("block", range(sized(4, 2)))
 def test_the_program_finds_what_brute_force_finds(block: int) -> None:
     """Small cases, 20 a block: the same optimum of the same model, and feasible exactly where something fits."""
     for seed in range(block * 20, block * 20 + 20):
@@ -60,7 +46,7 @@ def test_the_program_finds_what_brute_force_finds(block: int) -> None:
             assert answer.bound_ms <= best + 1e-6, seed
 
 
-@pytest.mark.parametrize("seed", range(500, 500 + sized(30)))
+@pytest.mark.parametrize("seed", range(500, 500 + sized(10)))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     """Simulate every plan. None within the budget is faster than the bound, and the found plan is near the best."""
     of = random_profile(seed, most_sites=2)
@@ -158,14 +144,6 @@ def test_expected_fragmentation(allocator_gib: float, expected_gib: float, reser
     assert (of.fragments_gib, of.reserve_gib) == (expected_gib, reserve_gib)
 
 
-def test_more_fragments_are_expected_with_fp8_layers() -> None:
-    entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0),), ())
-    of = replace(profile([entry]), allocator_gib=0.5)
-    fp8 = with_figures(replace(of, model=replace(of.model, fp8_recipe="tensorwise")))
-    assert (of.fragments_gib, fp8.fragments_gib) == (1.0, 1.0)
-    assert (of.reserve_gib, fp8.reserve_gib) == (1.25, 2.0)  # holes beside such small weights are smaller still
-
-
 def test_without_a_measurement_the_whole_reserve_is_left_free() -> None:
     """No run corrects a plan that was made before the first one, so it reserves at most its budget."""
     of = replace(random_profile(7, most_layers=5), allocator_gib=None)
@@ -184,7 +162,7 @@ def test_without_a_measurement_the_whole_reserve_is_left_free() -> None:
 
 
 @given(seed=st.integers(1000, 3000), more=st.floats(0, 1))
-@settings(max_examples=sized(25), deadline=None)
+@settings(max_examples=sized(10, 5), deadline=None)
 def test_predictions_are_those_of_the_plans(seed: int, more: float) -> None:
     of = random_profile(seed, most_layers=5, most_sites=4)
     smallest = smallest_budget(of)
@@ -208,7 +186,7 @@ def test_a_budget_above_need_keeps_everything() -> None:
     assert actions == {"keep"}
 
 
-@pytest.mark.parametrize("seed", [3, 4, 11, 25])
+@pytest.mark.parametrize("seed", [3, 11])
 def test_more_memory_is_never_slower(seed: int) -> None:
     of = random_profile(seed, most_layers=6, most_sites=4)
     points = curve(of, 12)
@@ -266,7 +244,7 @@ def test_infeasible_names_a_feasible_budget() -> None:
         solve(of, smallest - 0.01)
 
 
-@pytest.mark.parametrize("seed", range(600, 600 + sized(20)))
+@pytest.mark.parametrize("seed", range(600, 600 + sized(6, 3)))
 def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
     """The value is rounded up, and a plan is found for it again."""
     of = random_profile(seed)
@@ -282,17 +260,6 @@ def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
     assert solve(again, smallest).prediction.peak_gib <= smallest
 
 
-def test_a_section_is_written_into_the_plan() -> None:
-    seeds = (random_profile(seed) for seed in range(100))
-    of = next(one for one in seeds if one.layers[0].sections and one.host_gib is None and len(one.layers) == 1)
-    plan = solve(of, smallest_budget(of)).plan
-    for layer in range(of.model.num_layers):
-        freed = {name for part in of.layers[0].sections if part.name in plan.sections(layer) for name in part.frees}
-        ineligible = {one.site for one in of.layers[0].sites if one.is_ineligible}
-        actions = plan.sites(layer)
-        assert all(actions[name] is Action.RECOMPUTE for name in freed - ineligible)
-
-
 def test_a_section_of_sites_that_recompute_together_is_planned_by_its_sites() -> None:
     """Training knows no section except the whole layer."""
     sites = (site("in/0", 10, 0.1, 3, 4), site("a/0", 100, 1, 2, 3), site("b/0", 40, 1.5, 1, 2))
@@ -305,7 +272,7 @@ def test_a_section_of_sites_that_recompute_together_is_planned_by_its_sites() ->
         assert {plan.sections(layer) for layer in again} == {named}
 
 
-@pytest.mark.parametrize(("rank", "chunks"), [(0, 1), (1, 1), (3, 1), (0, 2), (3, 2)])
+@pytest.mark.parametrize(("rank", "chunks"), [(1, 1), (3, 2)])
 def test_a_pipeline_rank_is_planned_within_its_budget(rank: int, chunks: int) -> None:
     shape = model(16, hidden_size=2048, ffn_hidden_size=5504, num_attention_heads=16, num_query_groups=16,
                   seq_length=4096, pipeline_parallel=4, num_virtual_stages=chunks)  # fmt: skip

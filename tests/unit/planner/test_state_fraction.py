@@ -38,7 +38,7 @@ def profile() -> Profile:
     return of_flags("--swap-optimizer", "auto")
 
 
-@pytest.mark.parametrize("budget_gib", [38, 50, 30, 60][: sized(4, 2)])
+@pytest.mark.parametrize("budget_gib", [38, 30][: sized(2, 1)])
 def test_as_good_as_the_best_of_all_fractions(profile: Profile, budget_gib: float) -> None:
     best_ms = float("inf")
     for step in range(STEPS + 1):
@@ -70,21 +70,6 @@ def test_activations_get_the_host_memory_that_less_state_leaves(profile: Profile
     on_disk = replace(planned, offloaded_state=replace(state, disk_gib=0.25 * state.state_gib, disk_ms=1.0))
     assert with_fraction(on_disk, 0.75).host_gib == pytest.approx(20)  # the disk's part goes first
     assert with_fraction(on_disk, 0.5).host_gib == pytest.approx(20 + 0.25 * state.state_gib)
-
-
-@pytest.mark.slow
-def test_the_more_memory_the_less_is_offloaded(profile: Profile) -> None:
-    parts = [solve_fractions(profile, budget_gib).plan.offload_fraction for budget_gib in (25, 33, 41, 49, 80)]
-    assert parts == sorted(parts, reverse=True)  # type: ignore[type-var]
-    assert 0.5 < parts[0] <= 1.0  # type: ignore[operator]
-    assert parts[-1] == 0.0
-
-
-def test_state_on_the_device_counts_as_static(profile: Profile) -> None:
-    all_gib = of_flags("--swap-optimizer", "0").static_gib
-    assert with_fraction(profile, 0.0).static_gib == pytest.approx(all_gib)
-    half = of_flags("--swap-optimizer", "0.5")
-    assert with_fraction(profile, 0.5).static_gib == pytest.approx(half.static_gib)
 
 
 def test_kernels_take_their_time_however_little_is_copied(profile: Profile) -> None:
@@ -149,7 +134,7 @@ def test_the_less_is_offloaded_the_less_is_on_disk(profile: Profile) -> None:
         assert longer_ms == pytest.approx(max(0.0, other.offloaded_state.disk_ms - copy_ms))
 
 
-@pytest.mark.parametrize("budget_gib", [30, 26, 38][: sized(3, 1)])
+@pytest.mark.parametrize("budget_gib", [30, 26][: sized(2, 1)])
 def test_state_leaves_a_slow_disk_if_other_means_cost_less(profile: Profile, budget_gib: float) -> None:
     assert profile.offloaded_state is not None
     on_disk = with_disk(profile, profile.offloaded_state.state_gib / 2, 60000.0)
@@ -175,11 +160,6 @@ def test_a_given_fraction_is_the_only_one(profile: Profile) -> None:
     assert solve_fractions(fixed, 40).plan.offload_fraction == 0.5
     assert solve_fractions(fixed, 80).plan.offload_fraction == 0.5  # though less would do
     assert solve_fractions(of_flags(), 80).plan.offload_fraction is None
-
-
-def test_no_fraction_is_enough(profile: Profile) -> None:
-    with pytest.raises(Infeasible, match="the smallest budget that was found feasible"):
-        solve_fractions(profile, 15)
 
 
 def test_what_fits_without_buckets_is_found(profile: Profile) -> None:

@@ -28,16 +28,6 @@ def test_the_largest_micro_batch_counts() -> None:
     assert meter.take() == Footprint(())
 
 
-def test_a_layer_that_broke_off_counts_for_nothing() -> None:
-    meter = FootprintMeter()
-    meter.begin_layer(2)
-    meter.add(1000)
-    meter.begin_layer(3)
-    meter.add(1)
-    meter.end_layer(3)
-    assert meter.take() == Footprint((LayerFootprint(3, 1, 1),))
-
-
 def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
     measured = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 4, 60, 10)))
     meter = FootprintMeter()

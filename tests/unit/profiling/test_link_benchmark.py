@@ -14,12 +14,11 @@ import torch
 
 from megatron.swap.common.types import MIB, SwapError
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.planner.profile import Link
 from megatron.swap.profiling import link_benchmark
-from megatron.swap.profiling.link_benchmark import NUM_COPIES, REPETITIONS, measure_link, slowest_link
+from megatron.swap.profiling.link_benchmark import NUM_COPIES, REPETITIONS, measure_link
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_BYTES = 3 * MIB
@@ -85,15 +84,6 @@ def test_a_copy_that_fails_leaves_nothing_leased(pool: HostPool, fail_at: int) -
     device.close()
 
 
-def test_host_memory_that_is_not_there_is_told(pool: HostPool) -> None:
-    lease = pool.lease(7 * MIB)
-    with pytest.raises(SwapError, match="the link was not measured: the host pool cannot provide") as failure:
-        measure_link(EmulatedDevice(), HostTier(pool), 5 * MIB)
-    assert isinstance(failure.value.__cause__, HostMemoryError)
-    lease.free()
-    assert pool.stats.leased_bytes == 0
-
-
 def test_where_memory_is_short_a_quarter_is_copied(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
     device, allocate = CountedDevice(), CountedDevice.allocate
 
@@ -108,11 +98,6 @@ def test_where_memory_is_short_a_quarter_is_copied(pool: HostPool, monkeypatch: 
     assert all(speed > 0 for speed in vars(link).values())
     assert pool.stats.leased_bytes == 0
     device.close()
-
-
-def test_alone_the_slowest_link_is_the_own() -> None:
-    link = Link(1.0, 2.0, 3.0, 4.0)
-    assert slowest_link(EmulatedDevice(), link) is link
 
 
 TWO_RANKS = """

@@ -103,20 +103,6 @@ def test_names_and_bytes() -> None:
     assert {one.chunk for one in found} == {0}
 
 
-def test_each_is_saved_then_asked_for_then_freed() -> None:
-    recording = recorded(Chunk())
-    begins, ends = ([event.at_ms for event in recording.events if event.what is what]
-                    for what in (What.FORWARD_BEGIN, What.BACKWARD_END))  # fmt: skip
-    for one in recording.non_layer[: len(EXPECTED)]:
-        assert list(one.at_ms) == [What.SAVED, What.ASKED, What.FREED], one.site
-        assert list(one.at_ms.values()) == sorted(one.at_ms.values())
-        is_early = one.site.startswith(("embedding", "dropout", "model"))
-        assert (one.at_ms[What.SAVED] <= begins[0]) == is_early
-        assert (one.at_ms[What.ASKED] >= ends[2]) == is_early
-    softmax, labels = (next(one for one in recording.non_layer if one.site == site) for site in ("loss/0", "loss/2"))
-    assert softmax.at_ms[What.ASKED] < labels.at_ms[What.FREED]  # for the first time, with the labels; then alone
-
-
 def test_what_others_hold_while_the_loss_is_computed_is_told() -> None:
     """The chunk's own frames hold the norm's output (``head/0``), and its caller the batch."""
     held = {one.site for one in recorded(Chunk()).non_layer if one.has_external_refs}

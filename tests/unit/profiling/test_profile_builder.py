@@ -15,7 +15,7 @@ from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, solve, whole_layers
 from megatron.swap.profiling.profile_builder import _without_cycles, build_profile, with_recorded_times
 from megatron.swap.profiling.recording import EVALUATION, NonLayerStorage, PassKey, Recording, SavedStorage, What
-from tests.unit.planner.cases import model, plan
+from tests.unit.planner.cases import model
 from tests.unit.profiling.handwritten import STATIC, Layer, Script, pass_through, recompute, steps
 
 
@@ -95,14 +95,6 @@ class TestALayer:
         (entry,) = built(script.use(-made).note(What.STEP).recording, num_micro_batches=2).layers
         assert entry.made_mib == mean
 
-    def test_forwards_peak_is_above_saved_storages(self) -> None:
-        script, layer = Script(), Layer(0)
-        script.note(What.STEP).note(What.FORWARD_BEGIN, pass_key=layer.key).blip(45).save(layer.inner).save(layer.outer)
-        script.blip(8).note(What.FORWARD_END, pass_key=layer.key)
-        layer.backward(script)
-        (entry,) = built(script.note(What.STEP).recording).layers
-        assert entry.forward_peak_mib == 8
-
     @pytest.mark.parametrize("work", ["wait", "release", "recompute", "trial", "bring_back", "swap_out"])
     def test_the_engines_work_takes_no_time(self, work: str) -> None:
         plain = built(with_forward(0).recording)
@@ -131,10 +123,6 @@ class TestALayer:
         assert entry.backward_ms == 3
         assert entry.sites[1].recompute_ms == 0.75
         assert times(entry)["in/0"] == (1, 2, 3)
-
-    def test_memory_of_a_trial_does_not_count(self) -> None:
-        (entry,) = built(with_forward(0, ("trial", 1, "layers.0/in/0", 500)).recording).layers
-        assert entry.forward_peak_mib == 0
 
     def test_an_evaluation_before_a_step_is_no_part_of_it(self) -> None:
         def profile(*evaluations_ms: float) -> Profile:
@@ -205,14 +193,6 @@ class TestALayer:
         assert entry.sections == expected
         assert [site.recompute_ms for site in entry.sites] == [None] * 3
         assert entry.temporaries == ()
-
-    def test_storages_that_backward_never_uses_are_held_to_its_end(self) -> None:
-        script, layer = Script(), Layer(0)
-        script.note(What.STEP)
-        layer.forward(script)
-        script.note(What.BACKWARD_BEGIN, pass_key=layer.key).after(3).note(What.BACKWARD_END, pass_key=layer.key)
-        (entry,) = built(script.note(What.STEP).recording).layers
-        assert times(entry) == {"in/0": (1, 3, 3), "out/0": (3, 3, 3)}
 
     def test_passes_with_trials_are_not_timed_if_there_are_others(self) -> None:
         script = with_forward(0, ("trial", 1.0, "layers.0/out/0", 0.0))
@@ -332,12 +312,6 @@ class TestAStep:
             non_layer = built(recording, 2, pipeline=Pipeline(2, rank, ((0,),))).non_layer
             assert non_layer.kept_gib == kept_mib / 1024
 
-    def test_the_optimizers_memory_comes_after_the_last_layer(self) -> None:
-        script = Script().note(What.STEP)
-        pass_through(script, [Layer(0, is_held=True), Layer(1)])
-        profile = built(script.blip(300).note(What.STEP).recording)
-        assert simulate(profile, empty_plan(profile)).peak_gib * GIB == pytest.approx(STATIC + 300 * MIB)
-
     def test_copies_of_gradients_between_steps_are_neither_static_nor_activations(self) -> None:
         """Megatron copies gradients of 16 bits before the optimizer's step, and frees the copies before a forward."""
         script = Script()
@@ -362,16 +336,6 @@ class TestAStep:
         pass_through(script, [Layer(0)])
         profile = built(script.use(freed_mib).note(What.STEP).recording)
         assert (profile.static_gib * GIB - STATIC) / MIB == (freed_mib if freed_mib < 16 else 0)
-
-    def test_state_that_the_last_step_has_made_is_static(self) -> None:
-        script = Script().note(What.STEP)
-        pass_through(script, [Layer(0)])
-        profile = built(script.use(200).note(What.STEP).recording)
-        assert profile.static_gib * GIB == STATIC + 200 * MIB
-
-    def test_a_plan_of_it_can_be_simulated(self) -> None:
-        profile = built(steps(Script(), [[Layer(0, again_ms=1.5)]]))
-        assert simulate(profile, plan(profile, {(0,): {"out/0": "recompute"}})).recompute_ms == 1.5
 
 
 def whole(
@@ -402,13 +366,6 @@ class TestTimesOfOtherSteps:
         assert [site.mib for site in entry.sites] == [10, 30]
         assert timed.non_layer == recorded.non_layer
 
-    def test_the_host_counts_where_it_is_wanted(self) -> None:
-        recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
-        timed = [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5, host_ms=1.1)]
-        assert with_recorded_times(recorded, timed).layers[0].host_ms == 0
-        (entry,) = with_recorded_times(recorded, timed, WHOLE_LAYER).layers
-        assert entry.host_ms == pytest.approx(1.1 / WHOLE_LAYER)
-
     def test_the_host_waits_when_its_queue_is_full(self) -> None:
         recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
         timed = [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5, host_ms=ms) for ms in (1.1, 2.0, 2.0)]
@@ -436,10 +393,6 @@ class TestTimesOfOtherSteps:
         timed = with_recorded_times(recorded, [whole(1, ms, 2 * ms, 3 * ms) for ms in (2, 30, 1)])
         (entry,) = timed.layers
         assert (entry.forward_ms, entry.backward_ms, entry.sections[0].recompute_ms) == (2, 6, 4)
-
-    def test_without_recordings_nothing_changes(self) -> None:
-        recorded = built(steps(Script(), [[Layer(0)]]))
-        assert with_recorded_times(recorded, []) == recorded
 
     def test_whole_layers_have_to_fit(self) -> None:
         recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)

@@ -43,17 +43,6 @@ def test_the_chosen_steps_are_traced_as_far_as_training_gets(tmp_path: Path, num
         assert seen == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="starts CUDA's profiler in the tests' process")
-def test_a_run_that_goes_on_from_a_checkpoint_counts_its_own_steps(tmp_path: Path):
-    ranges = Ranges()
-    profiler = Profiler(str(tmp_path), 3, 3, rank=0, ranges=ranges, allocated_bytes=lambda: None)
-    for iteration in (101, 102, 103, 104):
-        profiler.step_ended(iteration)
-    profiler.close()
-    assert profiler.path is not None
-    assert traced_steps(profiler.path) == ["step 103"]
-
-
 def test_a_run_that_ends_before_its_traced_steps_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     profiler = Profiler(str(tmp_path), 4, 5, rank=0, ranges=Ranges(), allocated_bytes=lambda: None)
     profiler.step_ended(1)
