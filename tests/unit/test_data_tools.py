@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import indexed_text
-import numpy as np
 import prepare_stdlib_corpus
 import preprocess_data
 import pytest
@@ -58,14 +57,6 @@ def test_jsonl_and_text_files(tmp_path: Path) -> None:
         "first", "second ×", "book a", "book b\nline 2",
     ]  # an empty text is no document
     assert all(document[-1] == indexed_text.BYTE_EOD for document in documents)
-
-
-def test_keys_make_a_dataset_each(tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_text('{"q": "why", "a": "because"}\n')
-    assert convert("--input", source, "--output-prefix", tmp_path / "o", "--json-keys", "q", "a", "--workers", 1) == 0
-    assert read_documents(tmp_path / "o_q_document") == [list(b"why")]
-    assert read_documents(tmp_path / "o_a_document") == [list(b"because")]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +107,6 @@ def test_tokenizers_of_megatron(tmp_path: Path) -> None:
     assert read_documents(tmp_path / "ids_text_document") == [[1, 2, 3, 99_999], [70000, 5, 99_999]]
 
 
-def test_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    writer = indexed_text.DatasetWriter(tmp_path / "small", vocab_size=1000)
-    with pytest.raises(ValueError, match="do not fit uint16"):
-        writer.add(np.array([70_000]))
-    writer.discard()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -157,15 +140,6 @@ def test_an_existing_dataset_is_not_replaced_unasked(tmp_path: Path, capsys: pyt
     assert "set_text_document.bin: there already" in capsys.readouterr().err
 
 
-def test_few_documents_are_told_with_a_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for num, words in ((3, "--split 1,1,1, or --split 1,0,0 --eval-iters 0"), (500, None)):
-        lines = write_jsonl(tmp_path / f"{num}.jsonl", ["text"] * num)
-        assert convert("--input", lines, "--output-prefix", tmp_path / str(num), "--workers", 1) == 0
-        said = capsys.readouterr().out
-        assert ("too few documents" in said) == (words is not None)
-        assert (words or "") in said
-
-
 def test_indices_of_a_replaced_dataset_go(tmp_path: Path) -> None:
     """Megatron names them by the dataset's path, and would read the new one by them."""
     indices, other = tmp_path / "set" / "cache" / "GPTDataset_indices", tmp_path / "set" / "mine"
@@ -175,18 +149,6 @@ def test_indices_of_a_replaced_dataset_go(tmp_path: Path) -> None:
     indexed_text.write_byte_level(tmp_path / "set", ["text"])
     assert not indices.exists()
     assert (other / "file").exists()
-
-
-@pytest.mark.parametrize("folder", ["file", "file/below"])
-def test_a_folder_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(sys, "argv", ["prepare", "--folder", str(tmp_path / folder)])
-    assert prepare_stdlib_corpus.main() == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ MAX_WORDS = 20_000
 NOT_KEPT = {"own_pretrain.py", "your_pretrain.py"}  # saved by the reader
 
 
-def there(*paths: Path) -> list[Path]:
-    return [path for path in paths if path.exists()]
+def found_in(paths: Iterable[Path], look: Callable[[Path], Iterable[str]]) -> dict[str, list[str]]:
+    """What is wrong, by the file that has it."""
+    wrong = {name_of(path): sorted(look(path)) for path in paths}
+    return {name: found for name, found in wrong.items() if found}
 
 
 def name_of(value: object) -> str:
@@ -93,12 +95,8 @@ def dead_links(page: Path, text: str) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("page", ALL, ids=name_of)
-def test_no_link_is_dead(page: Path) -> None:
-    assert dead_links(page, page.read_text()) == []
-
-
-def test_a_dead_link_is_found() -> None:
+def test_no_link_is_dead() -> None:
+    assert found_in(ALL, lambda page: dead_links(page, page.read_text())) == {}
     text = "[a](flags.md) [b](none.md) [c](flags.md#none) [d](https://example.org) `[e](code.md)`"
     assert dead_links(REFERENCE / "files.md", text) == ["none.md", "flags.md#none"]
 
@@ -106,40 +104,35 @@ def test_a_dead_link_is_found() -> None:
 # ----------------------------------------------------------------------------- paths, programs, flags, names
 
 
-@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
-def test_every_path_exists(page: Path) -> None:
+def test_every_path_and_program_exists() -> None:
     roots = "megatron/swap|patches|tools|examples|tests|docs|benchmarks"
-    text = re.sub(r"\]\([^)\s]*\)", "", page.read_text())  # links are looked at above
-    words = re.findall(rf"(?<![\w./-])((?:{roots})/[\w./-]*[\w/])", text)
-    assert [word for word in words if not (ROOT / word).exists()] == []
+
+    def missing(page: Path) -> list[str]:
+        text = re.sub(r"\]\([^)\s]*\)", "", page.read_text())  # links are looked at above
+        named = re.findall(rf"(?<![\w./-])((?:{roots})/[\w./-]*[\w/])", text)
+        named += re.findall(r"\b(?:bash|python3?|torchrun[^\n`]*?) ((?:[\w-]+/)*[\w-]+\.(?:py|sh))\b", text)
+        modules = re.findall(r"python3? -m ((?:megatron|benchmarks|tests)[\w.]+)", text)
+        paths = [name.replace(".", "/") for name in modules]
+        programs = [f"{path}.py" for path in paths if not (ROOT / path / "__main__.py").exists()]
+        return [word for word in (*named, *programs) if not (ROOT / word).exists() and word not in NOT_KEPT]
+
+    assert found_in(OF_TODAY, missing) == {}
 
 
 def test_every_page_that_the_code_names_exists() -> None:
-    dead = {}
-    for path in our_files():
-        if path.suffix in SOURCE_SUFFIXES:
-            named = re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())
-            dead[name_of(path)] = [page for page in named if not (ROOT / page).exists()]
-    assert {source: named for source, named in dead.items() if named} == {}
-
-
-@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
-def test_every_program_exists(page: Path) -> None:
-    text = page.read_text()
-    programs = re.findall(r"\b(?:bash|python3?|torchrun[^\n`]*?) ((?:[\w-]+/)*[\w-]+\.(?:py|sh))\b", text)
-    assert [one for one in programs if not (ROOT / one).exists() and one not in NOT_KEPT] == []
-    for module in re.findall(r"python3? -m ((?:megatron|benchmarks|tests)[\w.]+)", text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    sources = [path for path in our_files() if path.suffix in SOURCE_SUFFIXES]
+    assert found_in(sources, lambda path: [
+        page for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text()) if not (ROOT / page).exists()
+    ]) == {}  # fmt: skip
 
 
 def our_flags() -> set[str]:
     return {action.option_strings[0] for action in add_swap_flags(argparse.ArgumentParser(add_help=False))._actions}
 
 
-@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
-def test_no_flag_is_named_that_does_not_exist(page: Path) -> None:
-    assert set(re.findall(r"--swap-[a-z0-9-]*[a-z]", page.read_text())) <= our_flags()
+def test_no_flag_is_named_that_does_not_exist() -> None:
+    flags = our_flags()
+    assert found_in(OF_TODAY, lambda page: set(re.findall(r"--swap-[a-z0-9-]*[a-z]", page.read_text())) - flags) == {}
 
 
 def names_in(paths: Iterable[Path]) -> dict[str, set[str]]:
@@ -159,11 +152,13 @@ def names_in(paths: Iterable[Path]) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
-def test_every_name_of_a_class_exists(page: Path) -> None:
+def test_every_name_of_a_class_exists() -> None:
     known = names_in((ROOT / "megatron" / "swap").rglob("*.py"))
-    for name, attribute in re.findall(r"`(_?[A-Z][A-Za-z]+)\.(\w+)", pages.without_patches_table(page.read_text())):
-        assert attribute in known.get(name, set()), f"{name}.{attribute}"
+    assert found_in(OF_TODAY, lambda page: [
+        f"{name}.{attribute}"
+        for name, attribute in re.findall(r"`(_?[A-Z][A-Za-z]+)\.(\w+)", pages.without_patches_table(page.read_text()))
+        if attribute not in known.get(name, set())
+    ]) == {}  # fmt: skip
 
 
 def test_the_picture_is_the_rooms() -> None:
@@ -175,9 +170,9 @@ def test_the_picture_is_the_rooms() -> None:
 # --------------------------------------------------------------------------------------------------- generated
 
 
-@pytest.mark.parametrize("page", GENERATED, ids=name_of)
-def test_a_generated_page_is_not_stale(page: Path) -> None:
-    assert page.read_text() == GENERATED[page](), "run: python -m tests.pages"
+def test_no_generated_page_is_stale() -> None:
+    stale = [name_of(page) for page, made in GENERATED.items() if page.read_text() != made()]
+    assert stale == [], "run: python -m tests.pages"
 
 
 def test_a_default_in_words_is_the_default() -> None:
@@ -242,9 +237,12 @@ def test_every_public_name_has_a_section() -> None:
     assert {name for name in swap.__all__ if name not in named and f"`{name}`" not in text} == set()
 
 
-@pytest.mark.parametrize("name", dict(documented()))
-def test_every_documented_signature_exists(name: str) -> None:
-    what = dict(documented())[name]
+def test_every_documented_signature_exists() -> None:
+    for name, what in documented():
+        check_signatures(name, what)
+
+
+def check_signatures(name: str, what: Any) -> None:
     text = section(name)
     spelled = f"{re.escape(name)}|{name.rpartition('.')[2]}"
     calls = re.findall(rf"^(?:{spelled})\(.*?\)$", text, re.MULTILINE | re.DOTALL)
@@ -279,10 +277,10 @@ def keys(record: type) -> set[str]:
     return found - {None}
 
 
-@pytest.mark.parametrize(("heading", "record"), [("## Plan file", Plan), ("## Profile file", Profile)], ids=name_of)
-def test_every_key_of_a_file_is_described(heading: str, record: type) -> None:
-    told = {re.split(r"[\[.]", name)[0] for row in rows(REFERENCE / "files.md", heading) for name in code(row[0])}
-    assert told == keys(record)
+def test_every_key_of_a_file_is_described() -> None:
+    for heading, record in (("## Plan file", Plan), ("## Profile file", Profile)):
+        told = {re.split(r"[\[.]", name)[0] for row in rows(REFERENCE / "files.md", heading) for name in code(row[0])}
+        assert told == keys(record), heading
 
 
 def fields(value: Any, path: str = "") -> set[str]:
@@ -327,10 +325,9 @@ def messages() -> Iterator[str]:
                     yield node.value
 
 
-@pytest.mark.parametrize("page", there(TROUBLESHOOTING), ids=name_of)
-def test_every_message_in_troubleshooting_is_one_of_ours(page: Path) -> None:
+def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
     ours = list(messages())
-    told = re.findall(r"^\| (`+)(.+?)\1 \|", page.read_text(), re.MULTILINE)
+    told = re.findall(r"^\| (`+)(.+?)\1 \|", TROUBLESHOOTING.read_text(), re.MULTILINE)
     assert told
     for _, message in told:
         if message.strip().startswith("unrecognized arguments"):
@@ -360,10 +357,10 @@ def test_every_command_for_a_gpu_has_run_there() -> None:
     assert commands.missing_results() == [], "not in docs/results/h200-commands.json"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its flags are for the CPU")
-@pytest.mark.parametrize("page", there(START), ids=name_of)
-def test_the_script_in_the_guide_trains(page: Path, tmp_path: Path) -> None:
-    scripts = [text for words, text in commands.fences(page) if words == "python" and "pretrain(" in text]
+def test_the_script_in_the_guide_trains(tmp_path: Path) -> None:
+    scripts = [text for words, text in commands.fences(START) if words == "python" and "pretrain(" in text]
     assert len(scripts) == 1, "one complete script"
     (tmp_path / "own_pretrain.py").write_text(scripts[0])
     flags = (

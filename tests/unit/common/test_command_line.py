@@ -64,12 +64,3 @@ def test_a_mistake_is_a_paragraph(words: str, told: str, capsys: pytest.CaptureF
         parser.parse_args(words.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"\nerror: {told}\n"
-
-
-def test_what_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = CommandLine(prog="program")
-    parser.add_argument("--num", required=True, help="how many")
-    with pytest.raises(SystemExit):
-        parser.parse_args([])
-    told = "the following arguments are required: --num. `program --help` tells more."
-    assert capsys.readouterr().err == f"\nerror: {told}\n"

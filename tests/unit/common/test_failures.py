@@ -31,9 +31,6 @@ def fail(error: BaseException) -> None:
 def test_an_error_of_ours_is_its_paragraph_alone(capsys: pytest.CaptureFixture[str]):
     fail(UsageError("--swap-layers 99: there are 24."))
     assert capsys.readouterr().err == "\nerror: --swap-layers 99: there are 24.\n"
-
-
-def test_any_other_keeps_its_traceback(capsys: pytest.CaptureFixture[str]):
     fail(ValueError("the user's own"))
     assert capsys.readouterr().err == "Traceback of ValueError(\"the user's own\")\n"
 

@@ -57,17 +57,6 @@ def ranges(recorder: Recorder) -> Ranges:
     return ranges
 
 
-def test_ranges_that_are_off_do_nothing(recorder: Recorder):
-    ranges = Ranges()
-    group = Subject("layers.0 mb0")
-    with ranges.forward(0), ranges.group("prefetch", group, 1), ranges.storage("wait", group), ranges.mark("x"):
-        ranges.backward(group)
-        ranges.backward_over(group)
-        ranges.memory()
-    assert not ranges.is_on
-    assert recorder.events == []
-
-
 def test_names(ranges: Ranges, recorder: Recorder):
     with ranges.group("prefetch", Subject("layers.3 mb0"), 412 << 20):
         pass
@@ -165,15 +154,6 @@ class TestListeners:
         assert second.names() == ["forward layers.0 mb0"]  # it asked for no memory marks
         first.check_nesting()
         second.check_nesting()
-
-    def test_one_that_leaves_does_not_end_the_others_step(self) -> None:
-        ranges, first, second = Ranges(), Recorder(), Recorder()
-        ranges.start(first)
-        ranges.start(second)
-        ranges.step(5)
-        ranges.stop(second)
-        assert ("end", "step 5", threading.get_ident()) in second.events
-        assert ("end", "step 5", threading.get_ident()) not in first.events
 
     def test_a_step_begins_once(self) -> None:
         ranges, recorder = Ranges(), Recorder()

@@ -29,7 +29,3 @@ def test_layers_round_trip(layers: set[int]) -> None:
 def test_what_is_no_range_of_the_model_is_refused_at_once(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=f"^here: .*{words}"):
         parse_ranges(text, "here", "0-9,12", 24)
-
-
-def test_no_layers_are_no_text() -> None:
-    assert format_ranges([]) == ""

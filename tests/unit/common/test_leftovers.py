@@ -138,13 +138,6 @@ def test_another_hosts_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_nothing_is_removed_where_the_boot_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "boot", lambda: "")
-    (tmp_path / ".part--old").touch()
-    make_both(tmp_path)
-    assert names(tmp_path) == {".part"}
-
-
 def test_a_file_system_without_locks_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(38, "Function not implemented")

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from megatron.swap.common.types import GIB, KIB, MIB, Site, SwapError, UsageError, format_bytes, layer_positions
+from megatron.swap.common.types import GIB, KIB, MIB, Site, format_bytes, layer_positions
 
 
 def test_a_site_reads_as_layer_path_and_ordinal():
     assert str(Site(3, "mlp.linear_fc2", 0)) == "layers.3/mlp.linear_fc2/0"
-
-
-def test_records_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Site(0, "a", 0).layer = 1  # type: ignore[misc]
-
-
-def test_a_usage_error_is_both_ours_and_a_value_error():
-    assert issubclass(UsageError, SwapError)
-    assert issubclass(UsageError, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -39,28 +27,21 @@ def test_bytes_are_formatted_as_a_person_reads_them(num_bytes: int, text: str):
     assert format_bytes(num_bytes) == text
 
 
-class TestPlaces:
-    def test_all_swapped_and_ending_in_the_loss_keeps_only_the_last(self):
-        here = layer_positions([True] * 4, ends_in_loss=True)
-        assert [place.is_trailing_kept(0) for place in here] == [False, False, False, True]
-
-    def test_the_window_keeps_as_many_layers_more_as_it_holds_groups(self):
-        here = layer_positions([True] * 4, ends_in_loss=True)
-        assert [place.is_trailing_kept(2) for place in here] == [False, True, True, True]
-        assert [place.is_trailing_kept(99) for place in here] == [True] * 4
-
-    def test_a_chunk_that_ends_elsewhere_has_no_tail(self):
-        here = layer_positions([True] * 3, ends_in_loss=False)
-        assert not any(place.is_trailing_kept(5) for place in here)
-
-    def test_a_last_layer_that_stays_anyway_ends_the_tail(self):
-        here = layer_positions([True, True, False], ends_in_loss=True)
-        assert not any(place.is_trailing_kept(5) for place in here)
-
-    def test_a_gap_ends_the_tail(self):
-        here = layer_positions([True, False, True, True], ends_in_loss=True)
-        assert [place.num_after for place in here] == [3, 2, 1, 0]
-        assert [place.is_trailing_kept(9) for place in here] == [False, False, True, True]
+@pytest.mark.parametrize(
+    ("swaps", "ends_in_loss", "window", "kept"),
+    [
+        ("1111", True, 0, "0001"),
+        ("1111", True, 2, "0111"),  # as many more as the window holds groups
+        ("1111", True, 99, "1111"),
+        ("111", False, 5, "000"),  # the chunk ends elsewhere
+        ("110", True, 5, "000"),  # the last layer stays anyway
+        ("1011", True, 9, "0011"),  # a gap ends the tail
+    ],
+)
+def test_trailing_layers_before_the_loss_are_kept(swaps: str, ends_in_loss: bool, window: int, kept: str) -> None:
+    places = layer_positions([one == "1" for one in swaps], ends_in_loss=ends_in_loss)
+    assert "".join(str(int(place.is_trailing_kept(window))) for place in places) == kept
+    assert [place.num_after for place in places] == list(reversed(range(len(swaps))))
 
 
 @pytest.mark.parametrize(("num_layers", "is_early"), [(1, True), (7, True), (8, False), (96, False)])

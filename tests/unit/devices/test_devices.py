@@ -18,7 +18,7 @@ from megatron.swap.common.types import MIB, SwapError, UsageError
 from megatron.swap.devices import cuda
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
-from megatron.swap.devices.emulated import POISON, EmulatedDevice
+from megatron.swap.devices.emulated import EmulatedDevice
 from tests.engine import HeldEvent
 from tests.lazy_device import LazyDevice, LazyStream
 
@@ -83,22 +83,6 @@ class TestContract:
         arrive(device, out_stream)
         assert torch.equal(back, source)
 
-    def test_one_copy_may_have_many_pieces(self, device: Device):
-        source = host_bytes(50_000, device)
-        target = device.allocate(50_000)
-        sizes = [1, 20_000, 29_999]
-        stream = device.copy_stream("in")
-        device.wait(stream, device.record(device.current_stream()))
-        device.copy(stream, target.split(sizes), source.split(sizes))
-        arrive(device, stream)
-        assert torch.equal(target.cpu(), source)
-
-    def test_lists_of_different_lengths_are_refused(self, device: Device):
-        stream = device.copy_stream("in")
-        source = host_bytes(10, device)
-        with pytest.raises(ValueError, match="zip"):
-            device.copy(stream, [device.allocate(10)], [source, source])
-
     def test_a_stream_keeps_the_order_of_its_copies(self, device: Device):
         stream = device.copy_stream("in")
         target = device.allocate(1000)
@@ -143,12 +127,6 @@ class TestContract:
         assert elapsed_ms >= 0
         assert torch.equal(target.cpu(), source)
 
-    def test_current_streams_are_equal_and_copy_streams_are_not(self, device: Device):
-        assert device.current_stream() == device.current_stream()
-        first, second = device.copy_stream("a"), device.copy_stream("b")
-        assert first != second
-        assert first != device.current_stream()
-
     def test_close_waits_for_every_copy_and_may_be_called_twice(self, device: Device):
         stream = device.copy_stream("in")
         pairs = [(device.allocate(1000), host_bytes(1000, device, seed)) for seed in range(5)]
@@ -157,10 +135,6 @@ class TestContract:
         device.close()
         assert all(torch.equal(target.cpu(), source) for target, source in pairs)
         device.close()
-
-    def test_the_peak_is_a_number_or_unknown(self, device: Device):
-        peak_bytes = device.peak_bytes()
-        assert peak_bytes is None or peak_bytes >= 0
 
 
 class TestEmulation:
@@ -190,15 +164,6 @@ class TestEmulation:
             emulated.discard(tensor.untyped_storage())
             assert tensor.isnan().all()
 
-    def test_poison_covers_every_byte(self, emulated: EmulatedDevice):
-        assert bool((emulated.allocate(1001) == POISON).all())
-
-    def test_it_measures_how_long_a_wait_took(self, emulated: EmulatedDevice):
-        stream = emulated.copy_stream("out")
-        stream.enqueue(lambda: time.sleep(0.02))
-        stall = emulated.timed_wait(emulated.current_stream(), emulated.record(stream))
-        assert stall.elapsed_ms() >= 15
-
     def test_a_failed_copy_is_raised_by_whoever_waits_also_through_another_stream(self, emulated: EmulatedDevice):
         first, second = emulated.copy_stream("first"), emulated.copy_stream("second")
 
@@ -218,16 +183,6 @@ class TestEmulation:
         root = Path(__file__).parents[3]
         done = subprocess.run([sys.executable, "-c", EMPTIED_UNDER_ITS_COPY], cwd=root, capture_output=True, timeout=60)
         assert done.returncode == 0
-
-    def test_equal_seeds_give_equal_delays(self):
-        def delays() -> list[float]:
-            device = EmulatedDevice(longest_delay_s=1.0, seed=5)
-            stream = device.copy_stream("out")
-            drawn = [stream._random.uniform(0, 1) for _ in range(4)]
-            device.close()
-            return drawn
-
-        assert delays() == delays()
 
 
 class TestMeasuring:
@@ -273,20 +228,19 @@ class TestMeasuring:
             assert device.take_retries() == 1
         assert device.take_retries() == 0
 
-    @pytest.mark.parametrize("takes_turns", [True, False])
-    def test_large_copies_in_one_call(self, device: Device, takes_turns: bool):
-        if isinstance(device, CudaDevice):
-            device._takes_turns = takes_turns
+    def test_large_copies_in_one_call(self, device: Device):
         sizes = [40 * MIB, MIB, 70 * MIB + 1]
         sources = [host_bytes(size, device, seed) for seed, size in enumerate(sizes)]
-        there, back = [device.allocate(size) for size in sizes], [host_bytes(size, device, 9) for size in sizes]
         in_stream, out_stream = device.copy_stream("in"), device.copy_stream("out")
-        device.wait(in_stream, device.record(device.current_stream()))
-        assert device.copy(in_stream, there, sources) in (3, 6)
-        device.wait(out_stream, device.record(in_stream))
-        device.copy(out_stream, back, there)
-        arrive(device, out_stream)
-        assert all(torch.equal(one, other) for one, other in zip(back, sources, strict=True))
+        for takes_turns in (True, False) if isinstance(device, CudaDevice) else (True,):
+            vars(device)["_takes_turns"] = takes_turns
+            there, back = [device.allocate(size) for size in sizes], [host_bytes(size, device, 9) for size in sizes]
+            device.wait(in_stream, device.record(device.current_stream()))
+            assert device.copy(in_stream, there, sources) in (3, 6)
+            device.wait(out_stream, device.record(in_stream))
+            device.copy(out_stream, back, there)
+            arrive(device, out_stream)
+            assert all(torch.equal(one, other) for one, other in zip(back, sources, strict=True))
 
 
 class FakeStream:
@@ -333,7 +287,7 @@ class FakeBytes:
 
 
 @pytest.mark.parametrize("num_connections", [None, "8", "1"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_copies_on_a_gpu_take_turns(seed: int, num_connections: str | None, monkeypatch: pytest.MonkeyPatch):
     """Copies are ordered as on one stream, and leave breaks for others' copies unless all streams share one queue."""
     if num_connections is None:

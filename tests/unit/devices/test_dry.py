@@ -26,38 +26,6 @@ def test_requests_of_each_size_get_their_segments() -> None:
         assert allocator.reserved_bytes == reserved * MIB, num_bytes
 
 
-def test_the_smallest_block_that_is_large_enough_is_taken_and_split() -> None:
-    allocator = DryAllocator()
-    large, small = allocator.allocate(100 * MIB), allocator.allocate(40 * MIB)
-    allocator.free(large)
-    allocator.free(small)
-    allocator.allocate(30 * MIB)  # of the 40
-    allocator.allocate(60 * MIB)  # of the 100
-    allocator.allocate(40 * MIB)  # the rest of the 100
-    assert allocator.reserved_bytes == 140 * MIB
-    allocator.allocate(11 * MIB)  # the rest of the 40 has 10
-    assert allocator.reserved_bytes == 152 * MIB
-
-
-def test_a_rest_of_a_mebibyte_is_not_split_off() -> None:
-    allocator = DryAllocator()
-    allocator.free(allocator.allocate(20 * MIB))
-    assert allocator.allocate(19 * MIB).num_bytes == 20 * MIB
-
-
-def test_freed_neighbours_join_within_their_segment() -> None:
-    allocator = DryAllocator()
-    allocator.free(allocator.allocate(60 * MIB))
-    parts = [allocator.allocate(20 * MIB) for _ in range(3)]
-    other = allocator.allocate(20 * MIB)
-    for part in (parts[0], parts[2], parts[1], other):
-        allocator.free(part)
-    allocator.allocate(60 * MIB)
-    assert allocator.reserved_bytes == 80 * MIB
-    allocator.allocate(21 * MIB)
-    assert allocator.reserved_bytes == 102 * MIB
-
-
 def test_a_segment_that_expands_grows_by_what_its_free_end_lacks() -> None:
     allocator = DryAllocator(expandable=True)
     first, second = allocator.allocate(100 * MIB), allocator.allocate(100 * MIB)
@@ -73,23 +41,6 @@ def test_a_segment_that_expands_grows_by_what_its_free_end_lacks() -> None:
     allocator.free(fourth)
     allocator.allocate(260 * MIB)
     assert allocator.reserved_bytes == 260 * MIB
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-def test_of_equal_blocks_the_first_in_memory_is_taken(expandable: bool) -> None:
-    """New segments lie before earlier ones, parts of a segment one behind the other."""
-    allocator = DryAllocator(expandable)
-    if not expandable:
-        allocator.free(allocator.allocate(120 * MIB))
-    blocks = [allocator.allocate(size * MIB) for size in (40, 20, 40, 20)]
-    for block in (blocks[2], blocks[0]):
-        allocator.free(block)
-    assert [allocator.allocate(40 * MIB).address for _ in range(2)] == [blocks[0].address, blocks[2].address]
-    if not expandable:
-        whole = [allocator.allocate(50 * MIB) for _ in range(2)]
-        for block in whole:
-            allocator.free(block)
-        assert allocator.allocate(50 * MIB).address == whole[1].address
 
 
 def test_a_segment_that_expands_gives_back_whole_pages_and_fills_holes_first() -> None:
@@ -235,21 +186,6 @@ def test_it_places_each_block_where_a_gpu_has_placed_it(path: Path) -> None:
             allocator.free(blocks.pop(address))
         before = action
     assert reserved_bytes > 20 * GIB
-
-
-def test_the_end_of_a_segment_that_expands_is_taken_last() -> None:
-    """It counts as large as it may become: a larger block before it is split, so that the end stays whole."""
-    allocator = DryAllocator(expandable=True)
-    blocks = [allocator.allocate(size * MIB) for size in (60, 20, 40)]
-    for block in (blocks[0], blocks[2]):
-        allocator.free(block)
-    inner = allocator.allocate(40 * MIB)  # the end has just this size
-    assert inner.after is not None
-    reserved_bytes = allocator.reserved_bytes
-    allocator.allocate(40 * MIB)
-    assert allocator.reserved_bytes == reserved_bytes
-    allocator.allocate(40 * MIB)
-    assert allocator.reserved_bytes == reserved_bytes + 40 * MIB
 
 
 def test_segments_without_a_block_in_use_are_given_back() -> None:

@@ -25,7 +25,6 @@ from megatron.swap.dry.autocast import DryAutocast
 from megatron.swap.dry.engine import CONTEXT_GIB, dry_device
 from megatron.swap.dry.mode import CUBLAS_BYTES, dry_run
 from megatron.swap.dry.steps import dry_planned_step, dry_profile, dry_step
-from megatron.swap.forecast import options
 from megatron.swap.forecast.gpus import GPUS
 from megatron.swap.forecast.options import Option, of_dry_run
 from megatron.swap.planner.profile import Profile
@@ -170,11 +169,10 @@ def test_the_optimizer_counts(tmp_path: Path) -> None:
     assert temporary_gib == pytest.approx(weights_gib, rel=0.2)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "mixed"])
-def test_gradients_that_a_step_makes_are_held_from_backward_on(weights: Any, tmp_path: Path) -> None:
+def test_gradients_that_a_step_makes_are_held_from_backward_on(tmp_path: Path) -> None:
     """A step with few tokens peaks in the optimizer, where all gradients are there; forward has none of them."""
-    training = Training(16, 1, weights, "adamw-fused")
-    sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    training = Training(16, 1, "bf16", "adamw-fused")
+    sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
     model = dry_model(transformers.LlamaConfig(**sizes), tmp_path, training)
     weights_gib = sum(weight.nbytes for weight in model.parameters()) / GIB
     nothing = dry_step(model, step_of(model, training), H200)
@@ -184,7 +182,7 @@ def test_gradients_that_a_step_makes_are_held_from_backward_on(weights: Any, tmp
     assert profile.static_gib == pytest.approx(held_gib - weights_gib, rel=0.02)
     assert profile.optimizer_gib == pytest.approx(weights_gib, rel=0.02)
     per_layer = [sum(weight.nbytes for weight in layer.parameters()) / MIB for layer in model.model.layers]
-    assert [profile.of_layer(number).made_mib for number in range(8)] == pytest.approx(per_layer)
+    assert [profile.of_layer(number).made_mib for number in range(4)] == pytest.approx(per_layer)
     figures = nothing.ms, nothing.reserved_gib
     planned = planned_option(profile, model, step_of(model, training), 100.0, figures, min_mib=0.0).prediction
     assert planned is not None
@@ -204,7 +202,7 @@ def test_steps_on_a_full_device(tmp_path: Path) -> None:
         assert found.reserved_gib == pytest.approx(of_all.reserved_gib, rel=0.1)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
 def test_steps_under_a_plan_take_what_the_simulation_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +213,7 @@ def test_steps_under_a_plan_take_what_the_simulation_says(
     profile = dry_profile(model, step_of(model, training), H200, min_mib=0.0)
     least_gib = smallest_budget(profile)
     most_gib = simulate(profile, empty_plan(profile)).peak_gib
-    for fraction in (0.01, 0.3, 0.6):
+    for fraction in (0.01, 0.5):
         solution = solve(profile, least_gib + fraction * (most_gib - least_gib), reserve_gib=0.0)
         found = dry_planned_step(model, step_of(model, training), H200, solution.plan, min_mib=0.0)
         assert found.ms == pytest.approx(solution.prediction.step_ms, rel=0.05), fraction
@@ -283,7 +281,7 @@ def compared(predicted: float, found: float, places: int) -> str:
     return f"{predicted:.{places}f} | {found:.{places}f} | {error}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @NEEDS_COMPILER
 def test_an_h200_measured_what_is_predicted(
     measured: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -329,7 +327,7 @@ def test_an_h200_reserved_what_is_predicted_with_the_default_allocator(
     assert predicted.reserved_gib == pytest.approx(row["reserved_gib"], rel=0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_cudnn", [False, True])
 def test_an_h200_measured_what_is_predicted_for_trainer(
     has_cudnn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -415,37 +413,6 @@ def test_casts_of_a_product_begin_with_its_weight() -> None:
     with Noting(), autocast.entered(), autocast.forward():
         linear(torch.empty(4, 8, device="meta"))
     assert made == [(16,), (16, 8), (4, 8)]
-
-
-def test_a_slower_plan_for_more_memory_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The solver's search misses plans. Then one for less of the memory that is left free is tried."""
-    training = Training(64, 8, "bf16", "none")
-    model = dry_model(CONFIGS["llama"](), tmp_path, training)
-    profile = dry_profile(model, step_of(model, training), H200, min_mib=0.0)
-    least_gib, most_gib = smallest_budget(profile), simulate(profile, empty_plan(profile)).peak_gib
-    budget_gib, rooms = (least_gib + most_gib) / 2, []
-    inner = options.solve_fractions
-
-    def missing(profile: Profile, budget_gib: float, reserve_gib: float | None = None, **more: Any) -> Any:
-        found = inner(profile, budget_gib, reserve_gib=reserve_gib, **more)
-        rooms.append(found.prediction.peak_gib)
-        if len(rooms) == 2:
-            found = replace(found, predictions=(replace(found.prediction, step_ms=1e6),))
-        return found
-
-    monkeypatch.setattr(options, "solve_fractions", missing)
-    reserved = [0.9 * budget_gib, 0.95 * budget_gib]
-    nothing = [("nothing", (), 1.0, 1.0)]
-    option = of_dry_run(profile, budget_gib, nothing, lambda _: reserved[min(len(rooms), 3) // 3])[-1]
-    assert rooms[0] < rooms[2] < rooms[1]
-    assert option.device_gib == reserved[1]
-
-
-def test_a_value_of_data_is_refused() -> None:
-    with dry_run(DryDevice("a GPU"), H200):
-        tokens = torch.empty(4, dtype=torch.long, device="meta")
-        with pytest.raises(UsageError, match="asks for the value of a tensor"):
-            bool((tokens == 0).any())
 
 
 class Branching(nn.Module):

@@ -166,10 +166,6 @@ class TestFaults:
         with pytest.raises(DiskError, match=r"60 MiB are reserved in .*, the limit is 64 MiB\. Raise --swap-disk-gib"):
             disk.take_all([5 * MIB])
 
-    def test_a_limit_above_what_is_free(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"--swap-disk-gib: .* are asked for, .* are free in"):
-            disk_limit_bytes(tmp_path, 1 << 60)
-
     def test_all_ranks_of_a_host_take_as_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * GIB))
         assert disk_limit_bytes(tmp_path, GIB, 3) == GIB
@@ -183,10 +179,6 @@ class TestFaults:
             disk_limit_bytes(tmp_path)
         assert disk_limit_bytes(tmp_path, GIB) == GIB
 
-    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"--swap-disk-dir .*: no file can be made there \(No such file"):
-            DiskFile(tmp_path / "none", MIB)
-
     def test_where_direct_access_cannot_read_nothing_stays_open(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -199,14 +191,6 @@ class TestFaults:
         assert not disk.is_direct
         disk.close()
         assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-    def test_a_second_close_closes_no_other_file(self, tmp_path: Path) -> None:
-        disk = DiskFile(tmp_path, MIB)
-        disk.close()
-        others = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]  # with the numbers of the two that were closed
-        disk.close()
-        for other in others:
-            os.close(other)
 
     def test_without_direct_access_it_works_and_says_so(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -293,12 +277,3 @@ def test_the_disk_is_busy_while_anything_is_under_way() -> None:
         raise DiskError
     assert traffic.take_ms_per_gib() == pytest.approx(6000 / 4)
     assert traffic.take_ms_per_gib() == 0
-
-
-def test_all_that_is_read_and_written_counts(disk: DiskFile) -> None:
-    (room,) = disk.take_all([MIB])
-    written(disk, room, 0, aligned(MIB, 1))
-    assert disk.traffic.take_ms_per_gib() > 0
-    back(disk, room, 0, MIB)
-    assert disk.traffic.take_ms_per_gib() > 0
-    assert disk.traffic.take_ms_per_gib() == 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.swap.common.types import KIB, MIB
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.memory.host_memory import HostMemoryError
 from tests.sizes import sized
+
+PIECES = st.sampled_from([1, 3000, 4097, 5000, 12_000, 14_000, 16_000, 17_000, 66_000])
+SIZES = st.lists(PIECES, min_size=1, max_size=400)
 
 
 class TestArena:
@@ -39,56 +42,38 @@ class TestArena:
         arena.take(36 * KIB)
         assert arena.reserved_bytes == MIB + 52 * KIB, "near the limit no more than is needed: others may want the rest"
 
-    @pytest.mark.parametrize("seed", range(sized(20)))
-    def test_what_fits_can_be_taken_and_no_more(self, seed: int) -> None:
-        numbers = random.Random(seed)
-        sizes = [numbers.choice([1, 3000, 5000, 14_000, 17_000, 66_000]) for _ in range(200)]
-        arenas = [HostArena(limit_bytes=2300 * KIB, pinned=False, region_bytes=MIB) for _ in range(2)]
-        for arena in arenas:
-            arena.take_all(sizes[:3])
-        number = arenas[0].num_that_fit(sizes)
-        assert 0 < number < len(sizes)
-        arenas[0].take_all(sizes[:number])
-        with pytest.raises(HostMemoryError):
-            arenas[1].take_all(sizes[: number + 1])
+    @settings(max_examples=sized(40, 15), deadline=None)
+    @given(sizes=SIZES, limit_kib=st.sampled_from([300, 2300, 10_000]), first=st.sampled_from([1, 17_000, 100 * KIB]))
+    def test_estimates_hold_for_pieces_of_any_size(self, sizes: list[int], limit_kib: int, first: int) -> None:
+        """What fits can be taken and no more, at no more than it may reserve; what is sure to fit fits."""
+        def made() -> HostArena:
+            arena = HostArena(limit_bytes=limit_kib * KIB, pinned=False, region_bytes=MIB)
+            arena.take(first)
+            return arena
 
-    @pytest.mark.parametrize("seed", range(sized(60)))
-    def test_what_is_sure_to_fit_fits(self, seed: int) -> None:
-        """The guarantee counts what is left of shared mappings, what the last one leaves, and pages."""
-        numbers = random.Random(seed)
-        choice = [[16_000, 12_000], [1, 3000, 5000, 14_000, 17_000, 66_000], [1, 4097]][seed % 3]
-        sizes = [numbers.choice(choice) for _ in range(1000)]
-        limit_bytes = numbers.choice([300 * KIB, 2300 * KIB, 5 * MIB])
-        arena = HostArena(limit_bytes=limit_bytes, pinned=False, region_bytes=MIB)
-        arena.take(numbers.choice([1, 17_000, 100 * KIB]))
-        left_bytes = limit_bytes - arena.reserved_bytes
-        sure_bytes = arena.sure_bytes(len(sizes))
-        taken_bytes = 0
-        for size in [*sizes, *[17_000] * 1000]:
+        arena, together, other, sure = (made() for _ in range(4))
+        number, before_bytes = arena.num_that_fit(sizes), arena.reserved_bytes
+        together.take_all(sizes[:number])
+        if number < len(sizes):
+            with pytest.raises(HostMemoryError):
+                other.take_all(sizes[: number + 1])
+        some = sizes[: number * 3 // 4]
+        most_bytes = arena.most_bytes(some)
+        for size in some:
+            arena.take(size)
+        assert arena.reserved_bytes - before_bytes <= most_bytes
+        assert arena.most_bytes([]) == 0
+        assert arena.most_bytes([MIB]) == min(MIB, limit_kib * KIB - arena.reserved_bytes)
+        pieces = [*sizes, *[17_000] * 300]
+        sure_bytes, taken_bytes = sure.sure_bytes(len(pieces)), 0
+        assert sure_bytes <= limit_kib * KIB - sure.reserved_bytes
+        for size in pieces:
             if taken_bytes + size <= sure_bytes:
-                taken_bytes += arena.take(size).numel()
-        assert sure_bytes <= left_bytes
-
-    @pytest.mark.parametrize("seed", range(20))
-    def test_pieces_reserve_no_more_than_most_bytes(self, seed: int) -> None:
-        numbers = random.Random(seed)
-        sizes = [numbers.choice([1, 3000, 5000, 14_000, 15_900, 17_000, 66_000]) for _ in range(1000)]
-        for limit_bytes in (10 * MIB, 100 * MIB):
-            arena = HostArena(limit_bytes=limit_bytes, pinned=False, region_bytes=MIB)
-            arena.take(17_000)
-            number = arena.num_that_fit(sizes) * 3 // 4
-            most_bytes, before_bytes = arena.most_bytes(sizes[:number]), arena.reserved_bytes
-            for size in sizes[:number]:
-                arena.take(size)
-            assert arena.reserved_bytes - before_bytes <= most_bytes
-            assert arena.most_bytes([]) == 0
-            assert arena.most_bytes([MIB]) == min(MIB, limit_bytes - arena.reserved_bytes)
+                taken_bytes += sure.take(size).numel()
 
     def test_of_large_pieces_nearly_all_is_sure(self) -> None:
         arena = HostArena(limit_bytes=100 * MIB, pinned=False, region_bytes=MIB)
         assert 0.97 * 100 * MIB < arena.sure_bytes(100) < 98 * MIB
-        arena.take(50 * MIB)
-        assert arena.sure_bytes(100) < 49 * MIB
         assert arena.sure_bytes(10**6) == 0
 
     def test_a_piece_is_a_storage_of_its_own(self) -> None:

@@ -34,13 +34,6 @@ def test_a_refusal_names_who_has_how_much_and_changes_nothing() -> None:
     budget.reserve("disk buffers", 4 * MIB)
 
 
-def test_a_name_is_reserved_once() -> None:
-    budget = HostMemoryBudget(10 * MIB)
-    budget.reserve("guard")
-    with pytest.raises(ValueError, match=r"guard has a reservation of .* already"):
-        budget.reserve("guard", MIB)
-
-
 def test_the_limit_of_a_pool_follows_the_reservations() -> None:
     budget = HostMemoryBudget(4 * MIB + 100)
     state = budget.reserve("optimizer state", 4 * MIB)

@@ -54,48 +54,44 @@ def cgroup2(folder: str, limit: str, used_gib: float = 0, cache_gib: float = 0) 
     }
 
 
+BUDGETS: dict[str, tuple[dict[str, str], int | None, float, float]] = {
+    "without a cgroup": (meminfo(256, 200), None, 200, 25.6),
+    "a small machine": (meminfo(1, 1), None, 1, 0.25),
+    "a machine of 24 GiB": (meminfo(24, 24), None, 24, 4),
+    "less is available than is left to others": (meminfo(64, 2), None, 2, 6.4),
+    "an old kernel": (meminfo(64, None), None, 4, 6.4),
+    "cache is free": (
+        meminfo(256, 200) | {"proc/self/cgroup": "0::/\n"} | cgroup2("", str(64 * GIB), 20, 8), 64, 52, 6.4,
+    ),
+    "the host's path is not mounted": (
+        meminfo(256, 200) | {"proc/self/cgroup": "0::/../kubepods/abc\n"} | cgroup2("", str(32 * GIB)), 32, 32, 4,
+    ),
+    "no limit in a cgroup of version 1": (
+        meminfo(256, 200) | {"proc/self/cgroup": "4:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes":
+                             "9223372036854771712\n"}, None, 200, 25.6,
+    ),
+}  # fmt: skip
+"""Files, and limit of the cgroup, available memory and what is left to others in GiB."""
+
+
 class TestBudget:
-    def test_this_machine(self):
-        budget = safe_host_bytes(1)
-        assert 0 <= budget.safe_bytes < budget.available_bytes <= budget.total_bytes
-
-    def test_without_cgroup(self, tmp_path):
-        budget = safe_host_bytes(1, root=write(tmp_path, meminfo(256, 200)))
-        assert (budget.total_bytes, budget.available_bytes) == (256 * GIB, 200 * GIB)
-        assert budget.cgroup_limit_bytes is None
-        assert budget.headroom_bytes == 256 * GIB // 10
-        assert budget.safe_bytes == (200 * GIB - 256 * GIB // 10) // 4096 * 4096
-        assert "256.00 GiB" in budget.reason
-        assert "200.00 GiB" in budget.reason
-
-    @pytest.mark.parametrize(
-        ("total_gib", "headroom_gib"), [(1, 0.25), (8, 2), (16, 4), (24, 4), (40, 4), (128, 12.8)]
-    )
-    def test_reserve_is_sane_at_any_size(self, tmp_path, total_gib, headroom_gib):
-        budget = safe_host_bytes(1, root=write(tmp_path, meminfo(total_gib, total_gib)))
-        assert budget.headroom_bytes == pytest.approx(headroom_gib * GIB, abs=1)
-
-    def test_fair_among_ranks(self, tmp_path):
-        root = write(tmp_path, meminfo(256, 200))
+    @pytest.mark.parametrize("case", BUDGETS)
+    def test_what_is_safe(self, tmp_path, case):
+        files, limit_gib, available_gib, headroom_gib = BUDGETS[case]
+        root = write(tmp_path, files)
         one, eight = safe_host_bytes(1, root=root), safe_host_bytes(8, root=root)
+        assert one.cgroup_limit_bytes == (limit_gib and limit_gib * GIB)
+        assert one.available_bytes == available_gib * GIB
+        assert one.headroom_bytes == pytest.approx(headroom_gib * GIB, abs=1)
+        assert one.safe_bytes == max(0, one.available_bytes - one.headroom_bytes) // 4096 * 4096
         assert 0 <= one.safe_bytes - 8 * eight.safe_bytes < 8 * 4096
         assert "8 ranks" in eight.reason
 
-    def test_never_negative(self, tmp_path):
-        assert safe_host_bytes(1, root=write(tmp_path, meminfo(64, 2))).safe_bytes == 0
+    @pytest.mark.parametrize("text", [None, "", "MemTotal: many kB\n", "MemFree: 3 kB\n"])
+    def test_unreadable_meminfo(self, tmp_path, text):
+        with pytest.raises(HostMemoryError, match="proc/meminfo"):
+            safe_host_bytes(1, root=write(tmp_path, {} if text is None else {"proc/meminfo": text}))
 
-    def test_no_mem_available(self, tmp_path):
-        assert safe_host_bytes(1, root=write(tmp_path, meminfo(64, None))).available_bytes == 4 * GIB
-
-    def test_cgroup_v2_counts_reclaimable_cache_as_free(self, tmp_path):
-        files = (
-            meminfo(256, 200) | {"proc/self/cgroup": "0::/\n"} | cgroup2("", str(64 * GIB), 20, cache_gib=8)
-        )
-        budget = safe_host_bytes(1, root=write(tmp_path, files))
-        assert budget.cgroup_limit_bytes == 64 * GIB
-        assert budget.available_bytes == 52 * GIB
-        assert budget.headroom_bytes == 64 * GIB // 10
-        assert "cgroup limit 64.00 GiB with 52.00 GiB left" in budget.reason
 
     def test_cgroup_v2_ancestors_limit_too(self, tmp_path):
         files = meminfo(256, 200) | {"proc/self/cgroup": "0::/pod/job/task\n"}
@@ -104,10 +100,6 @@ class TestBudget:
         budget = safe_host_bytes(1, root=write(tmp_path, files))
         assert budget.cgroup_limit_bytes == 100 * GIB
         assert budget.available_bytes == 30 * GIB
-
-    def test_cgroup_path_of_the_host_is_not_mounted(self, tmp_path):
-        files = meminfo(256, 200) | {"proc/self/cgroup": "0::/../kubepods/abc\n"} | cgroup2("", str(32 * GIB))
-        assert safe_host_bytes(1, root=write(tmp_path, files)).available_bytes == 32 * GIB
 
     def test_cgroup_v1(self, tmp_path):
         base = "sys/fs/cgroup/memory/docker/abc"
@@ -122,47 +114,20 @@ class TestBudget:
         budget = safe_host_bytes(2, root=write(tmp_path, files))
         assert (budget.cgroup_limit_bytes, budget.available_bytes) == (48 * GIB, 40 * GIB)
 
-    def test_v1_without_limit(self, tmp_path):
-        files = meminfo(256, 200) | {
-            "proc/self/cgroup": "4:memory:/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        }
-        assert safe_host_bytes(1, root=write(tmp_path, files)).cgroup_limit_bytes is None
-
-    @pytest.mark.parametrize("text", ["", "MemTotal: many kB\n", "MemFree: 3 kB\n"])
-    def test_unreadable_meminfo(self, tmp_path, text):
-        with pytest.raises(HostMemoryError, match="proc/meminfo"):
-            safe_host_bytes(1, root=write(tmp_path, {"proc/meminfo": text}))
-
-    def test_missing_meminfo(self, tmp_path):
-        with pytest.raises(HostMemoryError, match="proc/meminfo"):
-            safe_host_bytes(1, root=tmp_path)
-
-    def test_no_ranks(self):
-        with pytest.raises(ValueError, match="at least 1, got 0"):
-            safe_host_bytes(0)
-
 
 class TestRequest:
     def test_up_to_what_is_available(self, tmp_path):
         budget = safe_host_bytes(2, root=write(tmp_path, meminfo(64, 40)))
         check_host_request(20 * GIB, budget, unchecked=False)
+        check_host_request(500 * GIB, budget, unchecked=True)
+        with pytest.raises(UsageError, match="greater than 0, got -1"):
+            check_host_request(-GIB, budget, unchecked=True)
         with pytest.raises(HostMemoryError) as caught:
             check_host_request(20 * GIB + 1, budget, unchecked=False)
         message = str(caught.value)
         for part in ("--swap-host-gib", "--swap-host-unchecked", "--swap-layers", "20.00 GiB", "2 ranks"):
             assert part in message
         assert isinstance(caught.value, SwapError)
-
-    def test_unchecked(self, tmp_path):
-        budget = safe_host_bytes(1, root=write(tmp_path, meminfo(4, 3)))
-        check_host_request(500 * GIB, budget, unchecked=True)
-
-    @pytest.mark.parametrize("unchecked", [False, True])
-    def test_not_positive(self, tmp_path, unchecked):
-        budget = safe_host_bytes(1, root=write(tmp_path, meminfo(4, 3)))
-        with pytest.raises(UsageError, match="greater than 0, got -1"):
-            check_host_request(-GIB, budget, unchecked)
 
 
 def resident_bytes() -> int:
@@ -264,14 +229,6 @@ class TestRegions:
         with pytest.raises(HostMemoryError, match=r"the system refused .*--swap-host-gib"):
             prepare_regions([1 << 60], strategy=PinStrategy(), device=None, numa_node=None)
 
-    def test_a_failing_touch_is_not_swallowed(self, monkeypatch):
-        def fail(self: HostRegion, offset: int, nbytes: int, how: str) -> float:
-            raise RuntimeError(f"no page at {offset}")
-
-        monkeypatch.setattr(HostRegion, "touch", fail)
-        with pytest.raises(RuntimeError, match="no page at"):
-            prepare_regions([MIB], strategy=PinStrategy(), device=None, numa_node=None)
-
     def test_mapping_lives_as_long_as_a_view(self):
         region = HostRegion(64 * MIB, huge_pages=False, numa_node=None)
         address = region.address + 32 * MIB
@@ -342,11 +299,6 @@ class TestRegions:
         assert os.waitpid(child, 0)[1] != 256
         assert region.tensor[0].item() == 5
 
-    def test_written_outside_of_the_inference_mode_it_was_made_in(self):
-        with torch.inference_mode():
-            region = HostRegion(MIB, huge_pages=False, numa_node=None)
-        region.tensor.fill_(1)
-
 
 class TestNuma:
     @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None)])
@@ -354,25 +306,11 @@ class TestNuma:
         root = write(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": text})
         assert pci_numa_node("0000:1B:00.0", root=root) == node
 
-    def test_unknown_device(self, tmp_path):
-        assert pci_numa_node("0000:1b:00.0", root=tmp_path) is None
-
     def test_node_of_a_gpu(self, monkeypatch):
         properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(host_memory, "pci_numa_node", lambda pci_id: pci_id)
         assert host_memory.gpu_numa_node(0) == "0000:1b:00.0"
-
-    def test_placing_is_best_effort(self):
-        assert not HostRegion(MIB, huge_pages=False, numa_node=None).near_node
-        assert not HostRegion(MIB, huge_pages=False, numa_node=900).near_node  # no such node: no error
-        HostRegion(MIB, huge_pages=False, numa_node=0).tensor.fill_(1)
-
-
-def test_what_is_available_now_is_the_least_of_machine_and_cgroups(tmp_path):
-    assert available_host_bytes(write(tmp_path / "a", meminfo(256, 200))) == 200 * GIB
-    files = meminfo(256, 200) | {"proc/self/cgroup": "0::/pod\n"} | cgroup2("/pod", str(64 * GIB), 60)
-    assert available_host_bytes(write(tmp_path / "b", files)) == 4 * GIB + 7
 
 
 def test_page_cache_in_use_is_available_to_growth_and_not_to_the_default(tmp_path):

@@ -70,7 +70,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=sized(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sized(50, 20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, slab_mib=st.sampled_from([16, 100, 256, 1024]), limit_gib=st.sampled_from([1, 6, 64]))
 def test_against_the_model(steps, slab_mib, limit_gib):
     pool = make_pool(limit=limit_gib * GIB, slab_bytes=slab_mib * MIB)
@@ -105,7 +105,7 @@ def test_against_the_model(steps, slab_mib, limit_gib):
     pool.close()
 
 
-@settings(max_examples=sized(150), deadline=None)
+@settings(max_examples=sized(50, 20), deadline=None)
 @given(data=st.data())
 def test_pieces_are_not_small_without_need(data):
     """If all free blocks hold 8 MiB or more, no piece of a larger lease is below 4 MiB."""
@@ -124,7 +124,7 @@ def test_pieces_are_not_small_without_need(data):
     pool.close(force=True)
 
 
-@settings(max_examples=sized(100), deadline=None)
+@settings(max_examples=sized(50, 20), deadline=None)
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 200 * 1024), st.integers(0, 99)), max_size=60))
 def test_fences_are_never_forgotten(steps):
     """For every page, a lease's fence is at least that of the page."""

@@ -23,7 +23,7 @@ from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.staging import NUM_AHEAD, Fetched
 from megatron.swap.memory.tiers.disk import DiskSlot, DiskTier
 from megatron.swap.memory.tiers.host import HostTier
-from megatron.swap.memory.tiers.spill import LOOK_AHEAD, SpillTier, spill_tier
+from megatron.swap.memory.tiers.spill import SpillTier, spill_tier
 from tests.engine import (
     Engine,
     HeldEvent,
@@ -72,11 +72,10 @@ def run_of(schedule: str) -> Any:
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("host_bytes", [4 * KIB, pytest.param(64 * KIB, marks=pytest.mark.slow)])
-def test_training_is_equal(schedule: str, host_bytes: int, disk: DiskFile) -> None:
+def test_training_is_equal(schedule: str, disk: DiskFile) -> None:
     chunks = SCHEDULES[schedule][1]
     plain, swapped = plain_and_swapped(
-        stack(NUM_LAYERS), run_of(schedule), 3, host_bytes=host_bytes, disk=disk, chunks=chunks, verify=True
+        stack(NUM_LAYERS), run_of(schedule), 3, host_bytes=4 * KIB, disk=disk, chunks=chunks, verify=True
     )
     assert swapped.same_as(plain)
     assert disk.reserved_bytes > 0
@@ -120,13 +119,6 @@ def test_a_disk_that_fails_ends_training(call: str, disk: DiskFile, monkeypatch:
         monkeypatch.setattr(os, call, fails)
         with pytest.raises(DiskError, match="A checkpoint that was saved is intact"):
             run(layers)
-
-
-def test_no_room_left_at_all(tmp_path: Path) -> None:
-    full, layers = DiskFile(tmp_path, 64 * KIB), stack(NUM_LAYERS)
-    with Engine(layers, host_bytes=4 * KIB, disk=full), pytest.raises(DiskError, match="the limit is 64"):
-        train_step(layers, one_after_the_other(1))
-    full.close()
 
 
 def _written(tier: DiskTier, device: EmulatedDevice, number: int) -> tuple[list[DiskSlot], list[torch.Tensor]]:
@@ -175,7 +167,7 @@ def test_a_buffer_that_is_filled_again_too_early_shows(disk: DiskFile, monkeypat
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("seed", range(sized(8)))
+@pytest.mark.parametrize("seed", range(sized(3, 2)))
 def test_slots_in_any_order(seed: int, disk: DiskFile) -> None:
     """Space is used again at once, by storages of other sizes, while old writes are in flight."""
     assert _cycle(disk, seed, num_rounds=60)
@@ -258,27 +250,6 @@ def test_room_on_disk_where_host_memory_has_some_again(disk: DiskFile) -> None:
         for slot in slots:
             slot.free()
     assert tier.stats().disk_peak_bytes == 8 * KIB
-    tier.close()
-
-
-def test_nobody_looks_far_for_what_is_on_disk(disk: DiskFile) -> None:
-    """The search runs for every layer. If nothing is on disk, it does not run at all."""
-    pool = HostPool(limit=MIB, slab_bytes=MIB, pinned=False)
-    tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
-    slots, seen = [tier.reserve(4 * KIB) for _ in range(200)], []
-
-    def walk() -> Iterator[Any]:
-        for slot in slots:
-            seen.append(slot)
-            yield slot
-
-    tier.expect(walk())
-    assert not seen
-    slots += [tier.disk.reserve(4 * KIB)]
-    tier.expect(walk())
-    assert len(seen) == LOOK_AHEAD
-    for slot in slots:
-        slot.free()
     tier.close()
 
 

@@ -69,14 +69,9 @@ def there_and_back(tier: Tier, device: EmulatedDevice, sources: list[torch.Tenso
     return targets
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 100_000, MIB, MIB + 1, 3 * MIB - 5])
-def test_bytes_come_back_as_they_went(tier: Tier, device: EmulatedDevice, num_bytes: int):
-    source = some_bytes(num_bytes)
-    assert torch.equal(there_and_back(tier, device, [source])[0], source)
-
-
 def test_slots_do_not_touch_each_other(tier: Tier, device: EmulatedDevice):
-    sources = [some_bytes(num_bytes, seed) for seed, num_bytes in enumerate((5000, 1, 70_000, 4096, 333_333))]
+    sizes = (5000, 1, 70_000, 4095, 4096, 4097, MIB + 1)
+    sources = [some_bytes(num_bytes, seed) for seed, num_bytes in enumerate(sizes)]
     for _ in range(3):  # the second time around the memory is used again, in another order
         sources.reverse()
         for target, source in zip(there_and_back(tier, device, sources), sources, strict=True):
@@ -96,19 +91,6 @@ def test_write_and_read_only_enqueue(tier: Tier, device: EmulatedDevice):
     held.open()
     device.wait(device.current_stream(), device.record(stream))
     assert torch.equal(target, source)
-    slot.free()
-
-
-def test_a_slot_can_be_read_many_times(tier: Tier, device: EmulatedDevice):
-    source = some_bytes(10_000)
-    stream = device.copy_stream("both")
-    slot = tier.reserve(source.numel())
-    tier.write(device, stream, slot, source)
-    for _ in range(3):
-        target = device.allocate(source.numel())
-        tier.read(device, stream, slot, target)
-        device.wait(device.current_stream(), device.record(stream))
-        assert torch.equal(target, source)
     slot.free()
 
 

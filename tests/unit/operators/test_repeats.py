@@ -130,8 +130,10 @@ def set_all(run: Run, name: str, value: object) -> None:
             setattr(layer, name, value)
 
 
-@pytest.mark.parametrize("policy", [Mixed, pytest.param(AllRecomputed, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layer", [Layer, Rotary, Dropped, InPlace, Shared])
+@pytest.mark.parametrize(
+    ("layer", "policy"),
+    [(Layer, Mixed), (Rotary, Mixed), (Dropped, Mixed), (InPlace, Mixed), (Shared, Mixed), (Layer, AllRecomputed)],
+)
 def test_equal_to_deciding(
     layer: Callable[[], nn.Module], policy: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,22 +253,22 @@ MASKS = {"": 2.0 * torch.eye(len(rows(0))), "sparse": (2.0 * torch.eye(len(rows(
 
 
 @pytest.mark.parametrize(
-    ("layer", "way"),
+    ("layer", "way", "policy"),
     [
-        (Reading, "another input"),
-        (Inferring, "inference"),
-        (Masked, "sparse"),
-        (Switched, "another tensor"),
-        (Switched, "another operator"),
-        (Switched, "another is changed"),
-        (Switched, "changes in place"),
-        (Saving, "another save"),
-        (Written, "input"),
-        (Written, "output"),
-        (Written, "saved output"),
+        (Reading, "another input", Mixed),
+        (Inferring, "inference", Mixed),
+        (Masked, "sparse", Mixed),
+        (Switched, "another tensor", Mixed),
+        (Switched, "another tensor", AllRecomputed),
+        (Switched, "another operator", Mixed),
+        (Switched, "another is changed", Mixed),
+        (Switched, "changes in place", Mixed),
+        (Saving, "another save", Mixed),
+        (Written, "input", Mixed),
+        (Written, "output", Mixed),
+        (Written, "saved output", AllRecomputed),
     ],
 )
-@pytest.mark.parametrize("policy", [Mixed, pytest.param(AllRecomputed, marks=pytest.mark.slow)])
 def test_a_run_that_does_not_fit(
     layer: Callable[[], nn.Module], way: str, policy: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,14 +368,6 @@ def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     run.swapped.close()
 
 
-def test_recorded_runs_are_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(Layer, Mixed(), monkeypatch)
-    monkeypatch.setattr(type(run.swapped._saved_tensors), "is_repeatable", False)
-    run.step()
-    assert not run.ended
-    run.swapped.close()
-
-
 def test_nothing_of_a_run_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a layer, the graph alone holds what it has saved; also behind one that fails."""
     run = Run(Layer, Mixed(), monkeypatch)
@@ -402,8 +396,7 @@ class Halves(TorchDispatchMode):
         return result * 0.5 if func is torch.ops.aten.silu.default else result
 
 
-@pytest.mark.parametrize("layer", [Layer, Shared])
-@pytest.mark.parametrize("policy", [Mixed, AllRecomputed])
+@pytest.mark.parametrize(("layer", "policy"), [(Layer, AllRecomputed), (Shared, Mixed)])
 def test_a_mode_that_comes_later_is_not_left_out_of_what_is_recomputed(
     layer: Callable[[], nn.Module], policy: type[Mixed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

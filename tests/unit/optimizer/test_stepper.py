@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from packaging.version import Version
 from torch import nn
 
-from megatron.swap.common.types import GIB, KIB, MIB, SwapError, UsageError
+from megatron.swap.common.types import GIB, KIB, MIB, UsageError
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.megatron_lm import optimizer_swap
@@ -24,7 +24,7 @@ from megatron.swap.megatron_lm.optimizer_swap import ExpectedState, OffloadSetti
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.memory.host_memory import HostMemoryError
-from megatron.swap.optimizer.param_state import MAIN, OffloadedTensor, ParamState
+from megatron.swap.optimizer.param_state import ParamState
 from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.stepper import NUM_BUFFERS, OptimizerStepper, StepOptions
 from megatron.swap.optimizer.transfers import StateTransfers
@@ -153,9 +153,9 @@ def same(one: list[Any], two: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("with_main", [True, False])
-@pytest.mark.parametrize("large_alone", [True, False])
-@pytest.mark.parametrize("bucket_bytes", [4 * KIB, MIB])
+@pytest.mark.parametrize(
+    ("with_main", "large_alone", "bucket_bytes"), [(True, False, 4 * KIB), (False, True, 4 * KIB), (True, True, MIB)]
+)
 def test_as_the_optimizer_alone(name: str, with_main: bool, large_alone: bool, bucket_bytes: int) -> None:
     make = OPTIMIZERS[name]
     swapped = Training(
@@ -178,16 +178,6 @@ def test_as_the_optimizer_alone_on_a_gpu(name: str, with_main: bool) -> None:
             assert same(swapped.steps(3).all(), alone.steps(3).all())
     finally:
         swapped.arena.close()  # memory that is registered and gone is in the way of the next
-
-
-def test_slices_are_no_longer_than_a_bucket() -> None:
-    training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(2)
-    assert training.stepper is not None
-    for param_state in training.stepper.state.param_states:
-        sizes = [(shard.stop - shard.start) * param_state.element_bytes for shard in param_state.shards]
-        assert param_state.element_bytes == 12
-        assert max(sizes) <= 4 * KIB
-        assert sum(sizes) == 12 * param_state.param.numel()
 
 
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
@@ -215,8 +205,7 @@ def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPat
     assert not all(same(training.steps(4).all(), plain.steps(4).all()) for _ in range(10))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize(("name", "first"), [(name, first) for first, name in enumerate(OPTIMIZERS)])
 def test_what_is_offloaded_may_change_between_steps(name: str, first: int) -> None:
     """It may change before there is state, and after a step in which some parameters had no gradient."""
     swapped = Training(OPTIMIZERS[name], lambda _: True, is_elementwise="whole" not in name)
@@ -250,16 +239,6 @@ def test_what_is_offloaded_reads_as_nan_and_cannot_be_written() -> None:
     assert float(state["step"]) == 1
     training.stepper.end_materialize()
     assert param.isnan().all()
-
-
-def test_an_offloaded_integer_reads_as_the_least() -> None:
-    """TransformerEngine keeps remainders of main parameters as integers."""
-    tensor = torch.tensor([1, 2, 3], dtype=torch.int16)
-    offloaded = OffloadedTensor(tensor, tensor.view(torch.uint8).clone())
-    offloaded.release()
-    assert tensor.tolist() == [-32768] * 3
-    offloaded.materialize()
-    assert tensor.tolist() == [1, 2, 3]
 
 
 def test_the_planner_knows_what_buckets_take() -> None:
@@ -297,20 +276,6 @@ def test_what_is_loaded_is_offloaded() -> None:
     assert same(target.steps(3).all(), source.steps(3).all())
 
 
-def test_a_failing_step_leaves_the_groups_as_they_were() -> None:
-    training = Training(OPTIMIZERS["adamw"], lambda _: True)
-    groups = training.optimizer.param_groups
-    assert training.stepper is not None
-
-    def fails() -> None:
-        raise ValueError("no")
-
-    training.stepper._partial_step._step = fails
-    with pytest.raises(ValueError, match="no"):
-        training.steps(1)
-    assert training.optimizer.param_groups is groups
-
-
 def test_a_step_that_fails_halfway_keeps_nothing_and_its_state_can_be_saved() -> None:
     training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(2)
     assert training.stepper is not None
@@ -331,13 +296,6 @@ def test_a_step_that_fails_halfway_keeps_nothing_and_its_state_can_be_saved() ->
     assert all(bool(state["exp_avg"].isfinite().all()) for state in saved.values())
 
 
-def test_no_closure() -> None:
-    training = Training(OPTIMIZERS["adamw"], lambda _: True)
-    assert training.stepper is not None
-    with pytest.raises(SwapError, match="once per bucket"):
-        training.stepper.step(lambda: 1.0)  # type: ignore[arg-type]
-
-
 def test_settings_in_tensors_are_refused() -> None:
     with pytest.raises(UsageError, match="lr in tensors"):
         Training(lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01)), lambda _: True)
@@ -348,12 +306,6 @@ def test_there_is_room_for_all_or_an_error_before_the_first_step() -> None:
     assert num_bytes > 64 * KIB
     with pytest.raises(HostMemoryError, match="--swap-optimizer"):
         Training(OPTIMIZERS["adamw"], lambda _: True, limit_bytes=num_bytes - 4 * KIB)
-
-
-def test_the_name_of_main_values_is_no_optimizers() -> None:
-    for name, make in OPTIMIZERS.items():
-        training = Training(make).steps(1)
-        assert not any(MAIN in state for state in training.optimizer.state.values()), name
 
 
 @pytest.mark.parametrize(
@@ -394,14 +346,8 @@ def test_before_the_state_is_there_its_size_is_known(
         swap.on_main_param_created(shard)
     assert 0.45 - 0.03 < swap._selection.offloaded_bytes / 4 / num_params <= 0.45
     swap.close()
-
-
-def test_without_the_distributed_optimizer_nobody_shares() -> None:
-    args = Namespace(
-        data_parallel_size=4, use_distributed_optimizer=False, bf16=True, fp16=False,
-        use_precision_aware_optimizer=False,
-    )  # fmt: skip
-    assert expected_state(args) == (1, 1, 12)
+    args.use_distributed_optimizer = False
+    assert expected_state(args)[:2] == (1, 1)  # nobody shares
 
 
 def test_what_has_no_room_in_host_memory_is_expected_on_disk(tmp_path: Path) -> None:
@@ -421,7 +367,7 @@ def test_what_has_no_room_in_host_memory_is_expected_on_disk(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("with_main", [True, False])
-@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.77, 1.0])
+@pytest.mark.parametrize("fraction", [0.1, 0.77, 1.0])
 def test_as_much_is_offloaded_as_was_asked_for(fraction: float, with_main: bool) -> None:
     """One large parameter comes first and one last, as those of a vocabulary. No tensor that would fit is left out."""
     params = [torch.zeros(KIB * size) for size in (40, *30 * [4, 1], 40)]

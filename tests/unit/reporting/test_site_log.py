@@ -41,12 +41,6 @@ class TestSiteLog:
             log.note(site, storage(num_bytes), Decision(action, Reason.POLICY))
         assert log.sites == {site: Seen(64, KEEP)}
 
-    def test_nothing_is_kept_alive(self) -> None:
-        log = SiteLog()
-        for number in range(50):
-            log.note(Site(0, "norm", number), storage(), Decision(KEEP, Reason.POLICY))
-        assert len(log._alive) == 0
-
 
 def seen(action: Action = SWAP, mib: float = 2.0, layers: range = range(4), site: str = "mlp") -> dict[Site, Seen]:
     return {Site(layer, site, 0): Seen(int(mib * MIB), action) for layer in layers}
@@ -79,10 +73,6 @@ class TestUnlikePlan:
                                   "far/0": SitePlan("keep")})  # fmt: skip
         lines = unlike_plan(plan(ghost, PlanClass("4-7", {"mlp/0": SitePlan("swap")})), seen(), MIB)
         assert lines == ["layers 0-3: planned, but nothing was saved there: mlp/1, norm/0"]
-
-    def test_what_a_whole_layer_would_have_saved_is_no_ghost(self) -> None:
-        whole = PlanClass("0-3", {"checkpoint/0": SitePlan("swap"), "mlp/0": SitePlan("recompute")}, ("layer",))
-        assert unlike_plan(plan(whole), seen(site="checkpoint"), MIB) == []
 
     def test_sites_that_the_plan_does_not_know(self) -> None:
         more = {**seen(), **seen(KEEP, 3.0, range(2), "norm"), **seen(KEEP, 0.9, range(2), "small")}

@@ -20,11 +20,9 @@ from megatron.swap.reporting.summary import (
     device_line,
     idle_line,
     layer_table,
-    name_layers,
     refused_lines,
     start_table,
     step_line,
-    table,
     write_json,
 )
 
@@ -45,21 +43,6 @@ def rank(steps: list[StepRecord], layers: list[int], **changes: object) -> RankR
         **changes,
     }
     return RankReport(steps=steps, swapped_layers=layers, **figures)
-
-
-@pytest.mark.parametrize(
-    ("layers", "text"),
-    [([], "none"), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([5, 1, 0], "0-1, 5"), ([0, 2, 4], "0, 2, 4")],
-)
-def test_layers_are_written_as_ranges(layers: list[int], text: str):
-    assert name_layers(layers) == text
-
-
-def test_a_table_lines_its_columns_up():
-    lines = table([(1, "abc"), (22222, "d")], ("number", "x")).splitlines()
-    assert len(lines) == 4
-    assert len({len(line) for line in lines}) == 1
-    assert lines[2].split() == ["1", "abc"]
 
 
 def test_the_step_line_has_bytes_and_stall_and_the_peak_where_there_is_one():
@@ -140,12 +123,6 @@ class TestBuildSummary:
         summary = build_summary(1, [rank([step(0, {}, None)], []), last])
         assert [float.fromhex(text) for text in summary["losses"]] == losses
         assert [float.fromhex(text) for text in summary["grad_norms"]] == [2.5] * 3
-
-    def test_a_run_without_steps_still_has_a_summary(self):
-        summary = build_summary(2, [rank([], [], saved_peak_bytes=None)])
-        assert summary["swapped_out_bytes"] == 0
-        assert summary["losses"] == []
-        assert summary["saved_peak_bytes"] is None
 
     def test_it_holds_what_was_promised_and_is_json(self, tmp_path: Path):
         summary = build_summary(2, [rank([step(0, {0: (1, 1)}, 1.0)], [0])])

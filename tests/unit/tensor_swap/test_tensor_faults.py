@@ -81,13 +81,6 @@ class TestErrors:
             assert not swap.is_out(a)
             assert torch.equal(a, tensor())
 
-    def test_what_numpy_points_at_never_leaves_again(self, swap: TensorSwap):
-        a = tensor()
-        array = a.numpy()
-        with pytest.raises(UsageError, match="not PyTorch's own"):
-            swap.swap_out(a)
-        assert array.tolist() == a.tolist()
-
     def test_before_open_and_after_close(self):
         swap = TensorSwap(HOST_GIB, "cpu")
         a = tensor()
@@ -199,26 +192,12 @@ class TestErrors:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert torch.equal(a, tensor())
 
-    def test_an_exception_on_the_way_gives_host_memory_back(self, swap: TensorSwap, monkeypatch: pytest.MonkeyPatch):
-        a = tensor()
-        with monkeypatch.context() as patch:
-            patch.setattr(swap._transfers, "transfer", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                swap.swap_out(a)
-        assert swap.stats.host_bytes == 0
-        assert torch.equal(a, tensor())
-
     def test_host_memory_that_does_not_suffice(self):
         with TensorSwap(1 / 1024, "cpu") as swap:
             a = tensor(4 * MIB)
             with pytest.raises(HostMemoryError, match=r"4.00 MiB more: TensorSwap\(host_gib=0.000976"):
                 swap.swap_out(a)
             assert torch.equal(a, tensor(4 * MIB))
-
-    @pytest.mark.parametrize("host_gib", [0, -1, float("inf"), float("nan"), "16", None])
-    def test_host_memory_that_cannot_be(self, host_gib: Any):
-        with pytest.raises(UsageError, match="host_gib="):
-            TensorSwap(host_gib)
 
     def test_a_copy_out_that_fails_is_told_to_who_waits_and_the_tensor_stays(self, orderly: type[OrderlyQueue]):
         with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
