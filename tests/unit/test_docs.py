@@ -192,16 +192,6 @@ def test_what_is_evidence_of_support_is_compared() -> None:
             assert re.search(r"assert_same_|trainer\.pair\(|budgeted\(|swapped\(trainer", body), function.__name__
 
 
-def test_cells_of_the_support_matrix() -> None:
-    """One of each kind that cannot change without a change of the code."""
-    matrix = support.matrix()
-    assert "CPU" in matrix["Parallelism"]["--pipeline-model-parallel-size 2"]["offload"]
-    assert matrix["Parallelism"]["--use-torch-fsdp2"]["offload"] == "refused"
-    assert "refused: activation, linear" in matrix["Megatron's own savings"][
-        "--recompute-granularity selective --recompute-modules mlp"]["recompute"]  # fmt: skip
-    assert support.CANNOT in matrix["Parallelism"]["--context-parallel-size 2"]["offload"]
-
-
 # ------------------------------------------------------------------------------------- the Python interface
 
 

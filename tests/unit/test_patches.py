@@ -113,12 +113,6 @@ OTHER = "0" * 64
 """A hash of no source."""
 
 
-def test_a_patch_fits_each_of_its_sources(upstream: Any) -> None:
-    for hashes in ((OTHER, source_hash(function)), (source_hash(function), OTHER)):
-        with apply([make("function", *hashes)]):
-            assert upstream.function() == "patched"
-
-
 def test_all_symbols_that_do_not_fit_are_named_before_anything_is_changed(upstream: Any) -> None:
     upstream.third = lambda: "third"
     patches = [make("other"), make("function", OTHER), make("third", OTHER, "1" * 64)]

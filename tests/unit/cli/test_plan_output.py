@@ -85,28 +85,6 @@ def test_the_command_reads_as_the_plan(capsys: pytest.CaptureFixture[str]) -> No
     assert (again, same) == (command, table)
 
 
-def test_what_fits_is_decided_by_reserved_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """3.5B: 94.1 GiB are allocated unswapped, and 101.7 were reserved on a GPU; 95.5 with fused weight gradients."""
-    flags = (
-        "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
-        "--micro-batch-size 4 --global-batch-size 8 --vocab-size 32000 --swiglu --bf16 --hidden-dropout 0 "
-        "--untie-embeddings-and-output-weights --max-position-embeddings 4096 --no-gradient-accumulation-fusion"
-    )
-    _, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h200 --memory-gib 100 -- {flags}")
-    assert "--swap-memory-gib 100" in verdict
-    assert rows(table)[NOTHING] == ["101.30", "0.00", "0.00", rows(table)[NOTHING][3], "no"]
-    assert float(rows(table)[FULL][0]) == pytest.approx(70.45, rel=0.02)
-    _, (verdict, _, speed, *_, memory) = planned(capsys, f"--gpu h200 --memory-gib 102 --table -- {flags}")
-    assert verdict.endswith("as it is: nothing needs to be swapped or recomputed.")
-    (device,) = (line for line in speed.splitlines() if line.startswith("device"))
-    assert device.count("101.30 GiB") == 2
-    assert memory.splitlines()[-1].split()[:2] == ["together", "101.30"]
-    fused = flags.replace("--no-gradient-accumulation-fusion", "")
-    _, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h200 --memory-gib 100 -- {fused}")
-    assert verdict.endswith("as it is: nothing needs to be swapped or recomputed.")
-    assert rows(table)[NOTHING][0] == "95.40"
-
-
 def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """8B on 80 GB: activations alone cannot free enough."""
     status, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h100 -- {LLAMA} --use-distributed-optimizer")
@@ -122,15 +100,10 @@ def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.Cap
     ("flags", "hint"),
     [
         ("", "alone take 44.9 GiB. Lower it by one or several of: --tensor-model-parallel-size 2, 16-bit gradients"),
-        ("--use-distributed-optimizer --tensor-model-parallel-size 2", "--tensor-model-parallel-size 4, 16-bit"),
         ("--global-batch-size 2", "--use-precision-aware-optimizer), or take"),
-        ("--global-batch-size 2 --use-distributed-optimizer", "--use-precision-aware-optimizer), or take"),
-        ("--global-batch-size 1", "--use-precision-aware-optimizer --use-distributed-optimizer), or take"),
         ("--micro-batch-size 2 --swap-optimizer 0.5", "of: --swap-optimizer auto, --tensor-model-parallel-size 2"),
         ("--num-layers 8 --seq-length 131072",
          "of: --mlp-chunks-for-training 8, --swap-loss-chunks 17, a shorter --seq-length, --tensor-model"),
-        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2",
-         "of: --mlp-chunks-for-training 8, --swap-loss-chunks 17, a smaller --micro"),
         ("--num-layers 8 --seq-length 131072 --mlp-chunks-for-training 8", "of: --swap-loss-chunks 17, a shorter"),
     ],
 )  # fmt: skip
@@ -302,8 +275,8 @@ def option(name: str, step_ms: float) -> Option:
     return replace(kept, name=name, prediction=replace(kept.prediction, step_ms=step_ms))
 
 
-@pytest.mark.parametrize("host_gib", [1.0, 40.0])
-def test_an_option_that_may_do_more_needs_no_more(host_gib: float) -> None:
+def test_an_option_that_may_do_more_needs_no_more() -> None:
+    host_gib = 1.0
     training = read_flags(f"{LLAMA} --use-distributed-optimizer".split())
     found = {one.name: one for one in of_training(training, find_gpu("rtx4090"), 22.0, host_gib)}
     least = [found[name].needed_gib for name in (PLANNED, STATE, DISK)]
@@ -311,18 +284,6 @@ def test_an_option_that_may_do_more_needs_no_more(host_gib: float) -> None:
     assert not any(one.fits for one in found.values())
     budget_gib = least[0]  # now the simplest of them fits
     assert all(one.fits for one in of_training(training, find_gpu("h200"), budget_gib, host_gib)[2:])
-
-
-def test_the_time_of_offloaded_state_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    _, (_, _, speed, *_) = planned(capsys, f"--gpu h100 -- {LLAMA} --use-distributed-optimizer")
-    (line,) = (line for line in speed.splitlines() if line.startswith("optimizer"))
-    said = re.fullmatch(r"optimizer +([\d,.]+) ms  of the step; copies of offloaded state take ([\d,.]+)", line)
-    assert said, line
-    step_ms, copies_ms = (float(text.replace(",", "")) for text in said.groups())
-    gib = float(speed.split("host")[1].split()[0])  # nearly all of it is optimizer state
-    assert 0.5 * gib * 2**30 / (find_gpu("h100").link_gb_s * 1e6) < copies_ms < step_ms
-    _, (_, _, speed, *_) = planned(capsys, f"--gpu h100 --memory-gib 20.5 -- {FLAGS}")
-    assert "optimizer" not in speed
 
 
 def test_a_forgotten_separator_is_told(capsys: pytest.CaptureFixture[str]) -> None:

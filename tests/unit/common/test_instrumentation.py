@@ -67,19 +67,6 @@ def test_names(ranges: Ranges, recorder: Recorder):
     ]  # fmt: skip
 
 
-def test_micro_batches_are_numbered_anew_in_each_step(ranges: Ranges, recorder: Recorder):
-    for number in (4, 5):
-        ranges.step(number)
-        for expected in (0, 1):
-            for layer in (0, 1):
-                with ranges.forward(layer):
-                    assert ranges.micro_batch(layer) == expected
-    ranges.stop()
-    one_step = [f"forward layers.{layer} mb{micro_batch}" for micro_batch in (0, 1) for layer in (0, 1)]
-    assert recorder.names() == ["step 4", *one_step, "step 5", *one_step]
-    recorder.check_nesting()
-
-
 def test_backward_ends_with_its_input_or_with_the_next(ranges: Ranges, recorder: Recorder):
     groups = [Subject(f"layers.{layer} mb0") for layer in range(3)]
     ranges.backward(groups[2])

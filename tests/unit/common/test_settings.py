@@ -59,12 +59,6 @@ def test_a_wrong_list_of_layers_is_refused_with_words(text: str, words: list[str
     assert all(word in str(error.value) for word in ["--swap-layers", *words])
 
 
-@given(st.sets(st.integers(0, 40), min_size=1), st.booleans())
-def test_any_set_written_as_ranges_reads_back(layers: set[int], reverse: bool):
-    text = ",".join(str(layer) for layer in sorted(layers, reverse=reverse))
-    assert parse_layers(text, 41) == layers
-
-
 @given(st.text(max_size=12), st.integers(1, 8))
 def test_no_text_is_read_out_of_range_or_breaks_the_parser(text: str, num_layers: int):
     try:

@@ -26,23 +26,6 @@ def test_requests_of_each_size_get_their_segments() -> None:
         assert allocator.reserved_bytes == reserved * MIB, num_bytes
 
 
-def test_a_segment_that_expands_grows_by_what_its_free_end_lacks() -> None:
-    allocator = DryAllocator(expandable=True)
-    first, second = allocator.allocate(100 * MIB), allocator.allocate(100 * MIB)
-    allocator.free(second)
-    third = allocator.allocate(150 * MIB)  # where the second was, and behind it
-    assert allocator.reserved_bytes == 260 * MIB
-    allocator.free(first)
-    fourth = allocator.allocate(110 * MIB)  # neither the 100 nor the end is large enough
-    assert allocator.reserved_bytes == 360 * MIB
-    allocator.release_cached()  # the 100, and the 10 behind the 150 were taken
-    assert allocator.reserved_bytes == 260 * MIB
-    allocator.free(third)
-    allocator.free(fourth)
-    allocator.allocate(260 * MIB)
-    assert allocator.reserved_bytes == 260 * MIB
-
-
 def test_a_segment_that_expands_gives_back_whole_pages_and_fills_holes_first() -> None:
     allocator = DryAllocator(expandable=True)
     blocks = [allocator.allocate(size * MIB) for size in (30, 60, 30)]
@@ -186,21 +169,6 @@ def test_it_places_each_block_where_a_gpu_has_placed_it(path: Path) -> None:
             allocator.free(blocks.pop(address))
         before = action
     assert reserved_bytes > 20 * GIB
-
-
-def test_segments_without_a_block_in_use_are_given_back() -> None:
-    allocator = DryAllocator()
-    blocks = [allocator.allocate(size * MIB) for size in (64, 5, 5)]  # the last two share a segment
-    reserved_bytes = allocator.reserved_bytes
-    for block in blocks[:2]:
-        allocator.free(block)
-    allocator.release_cached()
-    assert allocator.reserved_bytes == reserved_bytes - 64 * MIB
-    allocator.free(blocks[2])
-    allocator.release_cached()
-    assert allocator.reserved_bytes == 0
-    allocator.allocate(64 * MIB)
-    assert allocator.reserved_bytes == 64 * MIB
 
 
 def test_the_clock_and_the_peak() -> None:

@@ -120,22 +120,6 @@ def test_a_full_tier_says_so_and_nothing_has_changed(tier: Tier):
         slot.free()
 
 
-def test_room_used_again_names_the_last_read_of_its_owners() -> None:
-    """The test is for host memory only: copies never read the disk itself, but a buffer."""
-    tier = host_tier()
-    slots = [tier.reserve(MIB) for _ in range(LIMIT_BYTES // MIB)]
-    assert [slot.fence for slot in slots] == [0] * len(slots)
-    for fence, slot in enumerate(slots, start=5):
-        slot.free(fence)
-    whole = tier.reserve(LIMIT_BYTES)
-    assert whole.fence == 4 + len(slots)
-    whole.free()
-    again = tier.reserve(LIMIT_BYTES)
-    assert again.fence == 4 + len(slots), "an owner that never wrote hides the reads before it"
-    again.free()
-    tier.close()
-
-
 def test_closing_twice_does_nothing(tier: Tier):
     tier.reserve(MIB)  # left over, as after an error
     tier.close()

@@ -180,14 +180,6 @@ def test_as_the_optimizer_alone_on_a_gpu(name: str, with_main: bool) -> None:
         swapped.arena.close()  # memory that is registered and gone is in the way of the next
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
-    def run(training: Training) -> list[Any]:
-        return training.steps(2).steps(2, without_gradient=3).steps(1).all()
-
-    assert same(run(Training(OPTIMIZERS[name], lambda _: True)), run(Training(OPTIMIZERS[name])))
-
-
 @pytest.mark.parametrize("method", ["wait_for", "release_offloaded"])
 def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Released memory is poisoned, and copies take time."""

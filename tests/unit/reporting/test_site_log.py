@@ -65,9 +65,6 @@ class TestUnlikePlan:
         assert line.startswith("layers 0-3: of another size than planned")
         assert line.endswith(f": mlp/0 ({text}, planned 2.00 MiB)")
 
-    def test_a_size_that_is_not_told_is_none(self) -> None:
-        assert unlike_plan(plan(PlanClass("0-3", {"mlp/0": SitePlan("swap")})), seen(mib=9.0), MIB) == []
-
     def test_sites_at_which_nothing_was_saved(self) -> None:
         ghost = PlanClass("0-3", {**SWAP_MLP.sites, "mlp/1": SitePlan("swap"), "norm/0": SitePlan("recompute"),
                                   "far/0": SitePlan("keep")})  # fmt: skip
