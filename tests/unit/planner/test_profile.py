@@ -349,17 +349,6 @@ class TestCommandLine:
         assert self.run("--show", str(path), "--gpu", "h200").returncode == 2
 
 
-def test_the_planner_needs_neither_torch_nor_megatron() -> None:
-    """The planner runs on a laptop with the standard library, numpy and scipy."""
-    code = (
-        "import sys; import megatron.swap.planner.solve, megatron.swap.forecast.flags, megatron.swap.forecast.what_if, "
-        "megatron.swap.planner.table; "
-        "print([name for name in ('torch', 'megatron.core', 'megatron.training') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
-
-
 def test_narrow_layers_are_slower_for_their_flops() -> None:
     """2,048: 0.89 of the speed. From 4,096 on the GPU's own."""
     gpu = find_gpu("h200")
