@@ -129,7 +129,10 @@ def test_a_lease_has_the_largest_fence_of_the_memory_it_takes():
     leases[2].free(fence=6)
     split = pool.lease(8 * MIB)
     assert split.fence == 6
-    split.free()  # its owner copied nothing
+    split.free()
+    again = pool.lease(8 * MIB)
+    assert again.fence == 6, "an owner who copied nothing hides no earlier reads"
+    again.free()
     leases[1].free(fence=9)
     leases[3].free(fence=3)
     assert pool.lease(MIB).fence == 9, "of joint blocks the largest"

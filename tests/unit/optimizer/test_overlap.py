@@ -186,6 +186,17 @@ def test_layers_that_grow_and_shrink(sizes: tuple[int, ...]) -> None:
     assert same(model.training.all(), alone(len(sizes)))
 
 
+def test_the_room_of_a_larger_step_is_not_that_of_the_next_ones() -> None:
+    model = Model()
+    model.run(2 * LAYER_BYTES)
+    for _ in range(2):  # the first one still ends with what the larger step had room for
+        model.run(LAYER_BYTES)
+    model.device.peak_of_all = 0
+    model.run(LAYER_BYTES)
+    assert model.loaded[-1] > 0
+    assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
+
+
 def test_other_gradients_than_in_the_step_before() -> None:
     model = Model()
     plain = Training(OPTIMIZERS["adamw"])

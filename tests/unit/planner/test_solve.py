@@ -30,7 +30,7 @@ def random_budget(of: Profile, seed: int) -> float:
     return full * random.Random(seed).uniform(0.2, 1.1)
 
 
-@pytest.mark.parametrize("block", range(sized(4, 2)))
+@pytest.mark.parametrize("block", [8, 0, 1, 3, 5][: sized(5, 2)])
 def test_the_program_finds_what_brute_force_finds(block: int) -> None:
     """Small cases, 20 a block: the same optimum of the same model, and feasible exactly where something fits."""
     for seed in range(block * 20, block * 20 + 20):

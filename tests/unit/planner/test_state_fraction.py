@@ -72,6 +72,13 @@ def test_activations_get_the_host_memory_that_less_state_leaves(profile: Profile
     assert with_fraction(on_disk, 0.5).host_gib == pytest.approx(20 + 0.25 * state.state_gib)
 
 
+def test_state_on_the_device_counts_as_static(profile: Profile) -> None:
+    all_gib = of_flags("--swap-optimizer", "0").static_gib
+    assert with_fraction(profile, 0.0).static_gib == pytest.approx(all_gib)
+    half = of_flags("--swap-optimizer", "0.5")
+    assert with_fraction(profile, 0.5).static_gib == pytest.approx(half.static_gib)
+
+
 def test_kernels_take_their_time_however_little_is_copied(profile: Profile) -> None:
     """A step is measured with all state offloaded, so that copies hide kernels. Kernels of state on the device show."""
     assert profile.offloaded_state is not None
