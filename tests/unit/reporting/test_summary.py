@@ -23,6 +23,7 @@ from megatron.swap.reporting.summary import (
     refused_lines,
     start_table,
     step_line,
+    table,
     write_json,
 )
 
@@ -43,6 +44,13 @@ def rank(steps: list[StepRecord], layers: list[int], **changes: object) -> RankR
         **changes,
     }
     return RankReport(steps=steps, swapped_layers=layers, **figures)
+
+
+def test_a_table_lines_its_columns_up():
+    lines = table([(1, "abc"), (22222, "d")], ("number", "x")).splitlines()
+    assert len(lines) == 4
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].split() == ["1", "abc"]
 
 
 def test_the_step_line_has_bytes_and_stall_and_the_peak_where_there_is_one():
