@@ -180,6 +180,16 @@ def test_as_the_optimizer_alone_on_a_gpu(name: str, with_main: bool) -> None:
         swapped.arena.close()  # memory that is registered and gone is in the way of the next
 
 
+def test_slices_are_no_longer_than_a_bucket() -> None:
+    training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(2)
+    assert training.stepper is not None
+    for param_state in training.stepper.state.param_states:
+        sizes = [(shard.stop - shard.start) * param_state.element_bytes for shard in param_state.shards]
+        assert param_state.element_bytes == 12
+        assert max(sizes) <= 4 * KIB
+        assert sum(sizes) == 12 * param_state.param.numel()
+
+
 @pytest.mark.parametrize("method", ["wait_for", "release_offloaded"])
 def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Released memory is poisoned, and copies take time."""
