@@ -101,7 +101,7 @@ def disk(tmp_path: Path) -> Iterator[DiskFile]:
 
 
 @pytest.mark.parametrize(("name", "counts_memory"), [
-    *((name, True) for name in OPTIMIZERS if "whole" not in name), ("adamw", False),
+    *((name, True) for name in OPTIMIZERS if "whole" not in name), ("adamw", False), ("sgd", False),
 ])  # fmt: skip
 def test_as_the_optimizer_alone(name: str, counts_memory: bool) -> None:
     model = Model(counts_memory, name)
