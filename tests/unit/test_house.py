@@ -181,23 +181,20 @@ def test_imports_point_downwards() -> None:
     assert import_violations(ROOT) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "said"),
-    [
-        ("common/types.py", "from megatron.swap.trainer.session import SwapSession", "imports upwards"),
-        ("common/types.py", "def late():\n    import megatron.swap.trainer.session", "imports upwards"),
-        ("engine/policy.py", "from ..trainer.session import SwapSession", "imports upwards"),
-        ("engine/policy.py", "from megatron.swap import session", "megatron.swap.engine.policy:"),
-        ("engine/policy.py", "if TYPE_CHECKING:\n    import megatron.swap.autotune.switch", "imports upwards"),
-        ("reporting/summary.py", "from megatron.swap.patches import registry", "patches are for"),
-        ("engine/policy.py", "from megatron.swap.types import UsageError", "imports a public path"),
-        ("run/steps.py", "import megatron.swap.integrations.slime", "imports upwards"),
-        ("planner/solve.py", "import megatron.swap.memory.disk_file", "planner may import ['common'] alone"),
-        ("engine/policy.py", "from megatron.swap.planner import solve", "planner.solve: engine may import"),
-        ("tensor_swap/swap.py", "import megatron.swap.optimizer.overlap", "tensor_swap may import"),
-        ("common/types.py", "from megatron.swap.common import records", "a cycle of imports"),
-        ("stray.py", "x = 1", "stray is neither a room nor a public path"),
-    ],
+PLANTED = (
+    ("common/types.py", "from megatron.swap.trainer.session import SwapSession", "imports upwards"),
+    ("common/records.py", "def late():\n    import megatron.swap.trainer.session", "imports upwards"),
+    ("engine/policy.py", "from ..trainer.session import SwapSession", "imports upwards"),
+    ("engine/order.py", "from megatron.swap import session", "megatron.swap.engine.order:"),
+    ("engine/handle.py", "if TYPE_CHECKING:\n    import megatron.swap.autotune.switch", "imports upwards"),
+    ("reporting/summary.py", "from megatron.swap.patches import registry", "patches are for"),
+    ("engine/decider.py", "from megatron.swap.types import UsageError", "imports a public path"),
+    ("run/steps.py", "import megatron.swap.integrations.slime", "imports upwards"),
+    ("planner/solve.py", "import megatron.swap.memory.disk_file", "planner may import ['common'] alone"),
+    ("engine/fences.py", "from megatron.swap.planner import solve", "planner.solve: engine may import"),
+    ("tensor_swap/swap.py", "import megatron.swap.optimizer.overlap", "tensor_swap may import"),
+    ("common/layer_ranges.py", "from megatron.swap.common import plan", "a cycle of imports"),
+    ("stray.py", "x = 1", "stray is neither a room nor a public path"),
 )
 """Each in a file of its own, so that one graph shows all of them."""
 

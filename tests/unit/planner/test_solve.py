@@ -67,24 +67,6 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     assert solution.prediction.host_gib <= host + 1e-6
 
 
-def test_the_solver_is_asked_once_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    milp = program.milp
-    monkeypatch.setattr(program, "milp", lambda *args, **more: (asked.append(more), milp(*args, **more))[1])
-    program._optimum.cache_clear()
-    of = random_profile(3)
-    budget = simulate(of, empty_plan(of)).peak_gib * 0.8
-    answers = [Program(of).solve(budget, of.host_gib, bound_windows(of)) for _ in range(2)]
-    assert answers[0] is not None
-    assert answers[0] == answers[1]
-    assert len(asked) == 1
-    assert Program(of).solve(budget, of.host_gib, bound_windows(of), gap=0.1) is not None
-    assert Program(of).solve(2 * budget, of.host_gib, bound_windows(of)) is not None
-    unlimited = Windows(float("inf"), float("inf"))
-    assert Program(of).solve(None, None, unlimited) is not None  # its limits are whole numbers
-    assert len(asked) == 4
-
-
 def test_an_empty_window_costs_nothing_if_nothing_is_swapped() -> None:
     """A later block has a smaller window than the first, but not a negative one."""
     early = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),))
