@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pretrain_gpt_swap as program
-from megatron.swap.run import parts
+from megatron.swap.run import build
 
 USED, LIMIT = (("memory.usage_in_bytes", "memory.current"), ("memory.limit_in_bytes", "memory.max"))
 
@@ -26,13 +26,13 @@ if __name__ == "__main__":
     folder = Path(sys.argv.pop())
     assert sys.argv.pop() == "--cgroup"
     (folder / "cgroup.procs").write_text(str(os.getpid()))
-    available_host_bytes = parts.available_host_bytes
+    available_host_bytes = build.available_host_bytes
 
     def limited() -> int:
         used_bytes = int(file_of(folder, USED).read_text())
         file_of(folder, LIMIT).write_text(str(used_bytes + left_bytes))
         return available_host_bytes()
 
-    parts.available_host_bytes = limited
+    build.available_host_bytes = limited
     program.prepare(sys.argv)
     program.main()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 
 import pretrain_gpt_swap as program
-from megatron.swap.run import parts
+from megatron.swap.run import build
 
 if __name__ == "__main__":
     later_mib, left_mib = float(sys.argv.pop()), [float(sys.argv.pop())]
     assert sys.argv.pop() == "--left-mib"
-    parts.available_host_bytes = lambda: int((left_mib.pop() if left_mib else later_mib) * 2**20)
+    build.available_host_bytes = lambda: int((left_mib.pop() if left_mib else later_mib) * 2**20)
     program.prepare(sys.argv)
     program.main()

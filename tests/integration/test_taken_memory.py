@@ -67,7 +67,7 @@ def test_a_limit_of_the_cgroup_is_reached(trainer: Trainer, cgroup: Path) -> Non
 
 
 def test_a_model_without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.swap.run.swapped_activations.available_host_bytes", lambda: 4096)
+    monkeypatch.setattr("megatron.swap.run.build.available_host_bytes", lambda: 4096)
     model = mlps()
     with (
         swap.activations(model, min_mib=0, host_gib=0.01),

@@ -81,7 +81,7 @@ def test_no_delay_outlasts_a_step(schedule: list[tuple[str, int]]) -> None:
 
 def test_no_delay_outlasts_a_step_whose_layers_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that return no tensor: backward is noticed at the first tensor that it unpacks."""
-    monkeypatch.setattr(boundary, "mark", lambda result, *_: result)
+    monkeypatch.setattr(boundary, "mark", lambda result, *_, **__: result)
     layers = stack(4)
     with Engine(layers):
         for _ in range(3):
