@@ -37,14 +37,11 @@ def mark(
     Args:
         is_given: whether the layer was called with a tensor.
         is_alone: nobody gets the layer's results but by ``result``. A layer of any model may also store them in an
-            object that it shares with its caller. Then its own nodes tell, too: such tensors have no mark.
+            attribute or an object of its caller, where a change in place must reach them. So its own nodes tell.
     """
-    if not is_alone:
-        for tensor in tensors_in(result):
-            _hook(tensor, on_backward)
-    if isinstance(result, torch.Tensor):
+    if is_alone and isinstance(result, torch.Tensor):
         return _marked(result, is_given, on_backward)
-    if type(result) is tuple and all(one is None or isinstance(one, torch.Tensor) for one in result):
+    if is_alone and type(result) is tuple and all(one is None or isinstance(one, torch.Tensor) for one in result):
         return tuple([one if one is None else _marked(one, is_given, on_backward) for one in result])
     for tensor in tensors_in(result):  # the caller gets the structure that the layer has made
         _hook(tensor, on_backward)
