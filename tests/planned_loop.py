@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.swap.common.types import GIB
 from megatron.swap.engine.overrides import override_forward
+from megatron.swap.layers.whole import torch_checkpoint
 from megatron.swap.profiling.observer import Observer
 from tests.plain_loop import Trained, rows, train
 
@@ -39,6 +40,20 @@ def unswapped(
 
 def fraction_gib(model: nn.Module, fraction: float) -> float:
     return fraction * unswapped(model, rows)[1]
+
+
+def recompute_all(swapped: Any) -> None:
+    """Let all layers run again, whatever the planner decides."""
+    layers = swapped._planned
+    begin = layers.begin
+
+    def whole(*given: Any) -> Any:
+        run = begin(*given)
+        assert run is not None
+        run.checkpoint = torch_checkpoint
+        return run
+
+    layers.begin = whole
 
 
 def check(stats: swap.SwapStats, tolerance: float = 0.03, unseen_gib: float = 0.0) -> None:

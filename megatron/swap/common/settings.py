@@ -80,10 +80,6 @@ def _read_several(given: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(str, [given] if isinstance(given, str) else given)))
 
 
-def _read_plan(given: Any) -> Plan:
-    return given if isinstance(given, Plan) else load_plan(given)
-
-
 def read_fraction(given: Any) -> float | Literal["auto"]:
     """Return the value of ``--swap-optimizer``, or raise ``UsageError``."""
     try:
@@ -215,7 +211,7 @@ class Settings:
         None, "planner",
         "Carry out this plan file, site by site. The plan replaces --swap-layers, --swap-modules and "
         "--swap-recompute. Default: no plan. Set it when you have a plan of tools/plan.py or of an earlier run.",
-        metavar="FILE", read=_read_plan)  # fmt: skip
+        metavar="FILE", read=load_plan)  # fmt: skip
     save_plan: str | None = _setting(
         None, "planner",
         "Write a plan file: what was done with each saved tensor, or the planner's plan. Default: not written. "

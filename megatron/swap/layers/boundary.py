@@ -280,7 +280,7 @@ class Boundary(BoundsLayer):
                 saved_tensors.not_repeatable(group)
             manager.begin_backward(group)
 
-        return mark(result, run.is_given, on_backward, is_alone=self.spec.rerun is not None)
+        return mark(result, on_backward, is_alone=self.spec.rerun is not None)
 
     # ------------------------------------------------------------------------ refusals
 

@@ -56,15 +56,13 @@ class Layers:
         Raises:
             UsageError: the policy lets a layer run again that must not.
         """
-        swapped = [self._policy.swaps_layer(spec.number) for spec in specs]
-        positions = layer_positions(swapped, ends_in_loss)
-        chunk: list[Boundary] = []
-        self._chunks.append((chunk, ends_in_loss))
-        for spec, position in zip(specs, positions, strict=True):
-            is_made = self._policy.recomputes_layer(spec.number) and not self._policy.recomputes_whole(spec.number)
-            hooked = position.swapped or is_made or self._saved_tensors.manager.guard.is_on
+        policy, chunk = self._policy, list[Boundary]()
+        for spec in specs:
+            is_made = policy.recomputes_layer(spec.number) and not policy.recomputes_whole(spec.number)
+            hooked = policy.swaps_layer(spec.number) or is_made or self._saved_tensors.manager.guard.is_on
             chunk.append(self._boundary(spec, hooked))
-            self.boundaries.append(chunk[-1])
+        self.boundaries += chunk
+        self._chunks.append((chunk, ends_in_loss))
         self._plan_runs()
 
     def _boundary(self, spec: LayerSpec, hooked: bool) -> Boundary:

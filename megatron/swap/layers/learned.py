@@ -54,21 +54,20 @@ class LearnedLayers(Layers):
         self._alike = AlikeRuns(is_measuring, has_room)
         self._has_begun = False
         self._depth = 0  # of the model's forwards that run now
-        specs = [
+        self.order = RunOrder()
+        self.install([
             LayerSpec(module=module, number=number, autocast_cache=autocast_cache)
             for number, module in enumerate(modules)
-        ]
-        self.order = RunOrder([])
-        self.install(specs)
-        self.order = RunOrder(self.boundaries)
-        self._plan_runs()
+        ])  # fmt: skip
 
     def _boundary(self, spec: LayerSpec, hooked: bool) -> Boundary:
         # Offloaded weights are elsewhere in backward, so operators on them cannot run again.
         may_follow = not computing_devices(spec.module)
-        return Boundary(
+        boundary = Boundary(
             spec, self._saved_tensors, self, makes_operators=True, may_follow=may_follow, alike=self._alike
         )
+        self.order.add(boundary)
+        return boundary
 
     @property
     def is_known(self) -> bool:

@@ -8,7 +8,7 @@ action of its own. Forwards run one at a time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +39,19 @@ class RunOrder:
         hidden_shape: of the hidden states of the first run; empty before it.
     """
 
-    def __init__(self, boundaries: Iterable[Boundary]) -> None:
-        self.boundaries = list(boundaries)
+    def __init__(self) -> None:
+        self.boundaries: list[Boundary] = []
         self.is_known = False
         self.apart: set[Boundary] = set()
         self.hidden_shape: tuple[int, ...] = ()
-        self._seen = {boundary: _Seen() for boundary in self.boundaries}
+        self._seen: dict[Boundary, _Seen] = {}
         self._forward: list[Boundary] = []
         self._longest: list[Boundary] = []
+
+    def add(self, boundary: Boundary) -> None:
+        """Learn of the runs of one more layer."""
+        self.boundaries.append(boundary)
+        self._seen[boundary] = _Seen()
 
     def begin_forward(self, *, is_measuring: bool) -> None:
         """Begin a forward of the model, and forget the graphs of earlier ones.

@@ -98,16 +98,6 @@ class LayerRun:
         """Yield the tensors that the layer is called with."""
         return tensors_of([self.args, self.kwargs])
 
-    def is_given(self, tensor: torch.Tensor) -> bool:
-        """Whether the layer is called with ``tensor`` itself."""
-        nested = []
-        for value in (*self.args, *self.kwargs.values()):  # no call for each value: this is asked in every run
-            if value is tensor:
-                return True
-            if type(value) in (list, tuple, dict):
-                nested.append(value)
-        return bool(nested) and any(tensor is one for one in tensors_of(nested))
-
     def is_input(self, value: Any) -> bool:
         """Whether a layer that runs again saves ``value``. Masks and such stay on the device anyway."""
         return isinstance(value, torch.Tensor) and (value.requires_grad or value is self.hidden)

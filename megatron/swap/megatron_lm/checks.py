@@ -8,11 +8,11 @@ import torch
 
 from megatron.swap.common.plan import LAYER_SECTION, Plan, check_model
 from megatron.swap.common.settings import Settings, parse_layers
-from megatron.swap.common.types import ACTIVATION, GIB, LINEAR, NORM, PRODUCERS, QUANTIZED, RESIDUAL, UsageError
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, QUANTIZED, RESIDUAL, UsageError
 from megatron.swap.forecast.facts import MegatronFacts, model_of
 from megatron.swap.forecast.fp8 import check_fp8_weights
 from megatron.swap.megatron_lm.layer import known_modules
-from megatron.swap.memory.host_memory import machine_memory_gib
+from megatron.swap.memory.host_memory import memory_gib_of
 from megatron.swap.profiling.profiler import NSYS
 
 
@@ -63,10 +63,8 @@ def device_memory_gib(facts: MegatronFacts, settings: Settings) -> float:
 
     Without a GPU, host memory emulates the device: return its size, or ``cpu_memory_gib`` if that is less.
     """
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(facts.local_rank).total_memory / GIB
-    machine_gib = machine_memory_gib()
-    return min(machine_gib, settings.cpu_memory_gib or machine_gib)
+    device = torch.device("cuda", facts.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return memory_gib_of(device, settings.cpu_memory_gib)
 
 
 def recompute_kinds(facts: MegatronFacts, settings: Settings) -> tuple[str, ...]:
@@ -245,12 +243,7 @@ def _check_optimizer(facts: MegatronFacts, settings: Settings) -> None:
         (facts.use_megatron_fsdp, "--use-megatron-fsdp", sharded),
         (facts.use_torch_fsdp2, "--use-torch-fsdp2", sharded),
     ]
-    for given, flag, why in excluded:
-        if given:
-            raise UsageError(
-                f"--swap-optimizer {settings.offload_fraction:g} cannot be combined with {flag}: {why}. Drop {flag}, "
-                "or --swap-optimizer."
-            )
+    _refuse(f"--swap-optimizer {settings.offload_fraction:g}", excluded, "--swap-optimizer")
 
 
 def _check_loss(facts: MegatronFacts, settings: Settings) -> None:
@@ -262,12 +255,14 @@ def _check_loss(facts: MegatronFacts, settings: Settings) -> None:
         (facts.use_megatron_fsdp, "--use-megatron-fsdp", fsdp),
         (facts.use_torch_fsdp2, "--use-torch-fsdp2", fsdp),
     ]
-    for given, flag, why in excluded:
-        if given:
-            raise UsageError(
-                f"--swap-loss-chunks {settings.loss_chunks} cannot be combined with {flag}: {why}. Drop {flag}, or "
-                "--swap-loss-chunks."
-            )
+    _refuse(f"--swap-loss-chunks {settings.loss_chunks}", excluded, "--swap-loss-chunks")
+
+
+def _refuse(ours: str, excluded: Sequence[tuple[object, str, str]], without: str) -> None:
+    """Refuse ``ours`` beside the first flag of ``excluded`` that is given: given or not, the flag, why not."""
+    for is_given, flag, why in excluded:
+        if is_given:
+            raise UsageError(f"{ours} cannot be combined with {flag}: {why}. Drop {flag}, or {without}.")
 
 
 def _asked(settings: Settings) -> tuple[str, str]:
@@ -304,11 +299,7 @@ def _check_combination(facts: MegatronFacts, settings: Settings) -> None:
         (facts.expert_gtp_weight_remat_size > 1, "--expert-tensor-parallel-num-weight-shards", shards),
     ]
     ours, without = _asked(settings)
-    for given, flag, why in excluded:
-        if given:
-            raise UsageError(
-                f"{ours} cannot be combined with {flag}: {why}. Drop {flag}, or {without}."
-            )
+    _refuse(ours, excluded, without)
     if facts.recompute_granularity != "full":
         return
     if settings.plan is not None or settings.auto:

@@ -90,10 +90,14 @@ def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCap
     )
 
 
-def machine_memory_gib() -> float:
-    """Return the GiB of this machine's memory that this process may use. On a CPU they stand for a device's memory."""
+def memory_gib_of(device: torch.device, emulated_gib: float | None = None) -> float:
+    """Return the memory of a GPU in GiB. For the CPU, the host memory that this process may use: at most
+    ``emulated_gib``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / GIB
     host = safe_host_bytes(1)
-    return min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
+    machine_gib = min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
+    return min(machine_gib, emulated_gib or machine_gib)
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:

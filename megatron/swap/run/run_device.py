@@ -14,7 +14,7 @@ from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.memory.host_memory import machine_memory_gib
+from megatron.swap.memory.host_memory import memory_gib_of
 from megatron.swap.profiling.observer import Observer
 from megatron.swap.reporting.summary import CountedStep
 
@@ -91,9 +91,7 @@ class RunDevice:
     @property
     def memory_gib(self) -> float:
         """Memory of the GPU in GiB, or of this host, which emulates it."""
-        if self.torch_device.type == "cuda":
-            return torch.cuda.get_device_properties(self.torch_device).total_memory / GIB
-        return machine_memory_gib()
+        return memory_gib_of(self.torch_device, self._settings.cpu_memory_gib)
 
     def make(self) -> None:
         """Make ``device``, if it is not made yet."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from megatron import swap
 from torch import nn
 
 from megatron.swap.engine.recomputed_run import RecomputedRunError
-from megatron.swap.layers.whole import torch_checkpoint
 from tests.plain_loop import WIDTH, Mlp, loss_of, rows, train
-from tests.planned_loop import NUM_STEPS, QUIET, unswapped
+from tests.planned_loop import NUM_STEPS, QUIET, recompute_all, unswapped
 
 FACTOR = [1.0]
 
@@ -43,19 +41,6 @@ class Recurrent(nn.Module):
         return hidden + self.cell(self.norm(hidden).unsqueeze(1))[0].squeeze(1)
 
 
-def recompute_whole(swapped: Any) -> None:
-    layers = swapped._planned
-    begin = layers.begin
-
-    def whole(*given: Any) -> Any:
-        run = begin(*given)
-        assert run is not None
-        run.checkpoint = torch_checkpoint
-        return run
-
-    layers.begin = whole  # type: ignore[method-assign]
-
-
 def model_of(kind: type[nn.Module]) -> nn.Sequential:
     torch.manual_seed(7)
     return nn.Sequential(*(kind() for _ in range(4)))
@@ -67,7 +52,7 @@ def test_weights_that_are_unfrozen_on_the_way() -> None:
     for layer in model:
         layer.down.requires_grad_(False)  # type: ignore[union-attr,operator]
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
-        recompute_whole(swapped)
+        recompute_all(swapped)
         train(model, num_steps=4)
         model.requires_grad_(True)
         train(model, num_steps=2)
@@ -85,14 +70,14 @@ def test_a_workspace_of_a_kernel_is_not_compared() -> None:
     model = model_of(Recurrent)
     plain, _ = unswapped(model, rows)
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
-        recompute_whole(swapped)
+        recompute_all(swapped)
         assert train(model, rows, NUM_STEPS).same_as(plain)
 
 
 def test_a_loop_without_an_optimizer() -> None:
     model = model_of(OfGlobal)
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
-        recompute_whole(swapped)
+        recompute_all(swapped)
         for step in range(6):
             if step == 4:
                 before = copy.deepcopy(model.state_dict())

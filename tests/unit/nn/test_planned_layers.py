@@ -18,9 +18,8 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.engine.layer_state import StateReader
 from megatron.swap.engine.run_snapshot import RunSnapshot
 from megatron.swap.layers import whole as of_whole
-from megatron.swap.layers.whole import torch_checkpoint
 from tests.plain_loop import WIDTH, Mlp, assert_equal, loss_of, mlps, rows, train
-from tests.planned_loop import QUIET, assert_planned
+from tests.planned_loop import QUIET, assert_planned, recompute_all
 
 
 class Layer(Mlp):
@@ -96,19 +95,6 @@ class Model(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, states, self.noise)
         return hidden + sum(state.mean() for state in states)
-
-
-def recompute_all(swapped: swap.PlannedActivations) -> None:
-    layers = swapped._planned
-    begin = layers.begin
-
-    def whole(*given: Any) -> Any:
-        run = begin(*given)
-        assert run is not None
-        run.checkpoint = torch_checkpoint
-        return run
-
-    layers.begin = whole  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
