@@ -21,7 +21,7 @@ from megatron.swap.trainer import prepare as preparation
 from megatron.swap.trainer.command_line import swap_config
 from megatron.swap.trainer.session import SwapSession
 from megatron.swap.trainer.upstream import patches_of
-from tests.unit.session.test_session import arguments
+from tests.unit.trainer.test_session import arguments
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
 
