@@ -7,55 +7,59 @@
 Each method runs in a process of its own, and prints a line of JSON: the time of a step of forward and backward, the
 memory that the allocator has reserved at its end, and the planner's prediction. Steps are timed in a row, as a training
 loop runs them, which leaves the host time to run ahead; and one by one, each from an idle GPU to an idle GPU. The loss
-is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing. Other
-libraries' offloading is a method of its own (``offloaders``): ``--method offload``, ``trl``, ``torchtune``,
-``trl+checkpointing`` or ``torchtune+checkpointing``. A method that runs out of memory prints ``"out of memory": true``.
-With ``--save`` the plan and the profile of each budget are written to the folder. Without a mask transformers waits for
-the GPU at the start of each forward (is a sequence packed?), so the host is never ahead. With ``--prepared-mask`` it
-gets one as its ``generate`` makes it, and does not wait.
+is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing. --method
+runs one alone: nothing, checkpointing, a budget in GiB, or other libraries' offloading (``offloaders``): offload, trl,
+torchtune, trl+checkpointing or torchtune+checkpointing. A method that runs out of memory prints
+``"out of memory": true``. With --save the plan and the profile of each budget are written to the folder. Without a mask
+transformers waits for the GPU at the start of each forward (is a sequence packed?), so the host is never ahead. With
+--prepared-mask it gets one as its ``generate`` makes it, and does not wait. --steps are timed once a plan is stable.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron import swap
 
-from benchmarks.offloaders import CHECKPOINT, METHODS, Offloader
-from benchmarks.training_loop import DEVICE, GIB, SETTINGS, loss_of, model_of, plan_of, print_row, settle, timed
+from benchmarks.offloaders import METHODS, Offloader
+from benchmarks.training_loop import (
+    CHECKPOINT,
+    CHECKPOINTING,
+    DEVICE,
+    GIB,
+    NOTHING,
+    QWEN3_8B,
+    SETTINGS,
+    loss_of,
+    model_of,
+    new_parser,
+    plan_of,
+    print_row,
+    settle,
+    timed,
+)
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5)
 """Budgets above the memory of checkpointing, as fractions of the distance to that of nothing."""
-NOTHING, CHECKPOINTING = "nothing", "checkpointing"
 WARM_UP = 4
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--layers", type=int, default=16)
-    options.add_argument("--tokens", type=int, default=8192)
-    options.add_argument("--hidden-size", type=int, default=4096, help="other sizes follow, as in Qwen3-8B")
-    options.add_argument("--vocab-size", type=int, default=151936)
-    options.add_argument("--save", help="folder for the plans and profiles of budgets")
-    options.add_argument("--prepared-mask", action="store_true", help="keep transformers from waiting in forward")
-    options.add_argument("--steps", type=int, default=7, help="to time, once the planner has chosen")
-    options.add_argument(
-        "--method",
-        help=f"{NOTHING}, {CHECKPOINTING}, a budget in GiB, {', '.join(METHODS)}; default: the first two, and budgets",
-    )
-    return options
+    sizes = {"layers": 16, "tokens": 8192, **QWEN3_8B, "steps": 7}
+    return new_parser(__doc__, {**sizes, "save": str, "prepared-mask": False, "method": str})
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run one method and return its row."""
-    model, swapped, method = model_of(options, torch.bfloat16).train(), None, options.method
+def training_step(options: argparse.Namespace, method: str) -> tuple[Callable[[], torch.Tensor], Any]:
+    """Return a function that trains a step with ``method`` and returns its loss, and what ``swap.activations`` gave."""
+    model, swapped = model_of(options, torch.bfloat16).train(), None
     offloader = Offloader(method, model)
     if method == CHECKPOINTING:
         model.gradient_checkpointing_enable(CHECKPOINT)
@@ -76,23 +80,29 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             swapped.step()
         return loss.detach()
 
-    losses = [step().item() for _ in range(WARM_UP)]
-    settle(step, swapped, WARM_UP)
-    alone = sorted(timed(step, 1) for _ in range(options.steps))
-    row: dict[str, Any] = {"method": method, "layers": options.layers, "tokens": options.tokens, "losses": losses[:2]}
-    row |= {"ms": round(timed(step, options.steps), 1), "ms_alone": round(alone[len(alone) // 2], 1)}
-    row["reserved_gib"] = round(torch.cuda.memory_reserved() / GIB, 3) if DEVICE == "cuda" else 0.0
-    if isinstance(swapped, swap.PlannedActivations):
-        row |= plan_of(swapped)
-        print(swapped.plan(), file=sys.stderr)
-        swapped.close()
-    return row
+    return step, swapped
 
 
 def _files(folder: Path, method: str) -> dict[str, str]:
     """Return the arguments of ``swap.activations`` that write plan and profile to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     return {f"save_{kind}": str(folder / f"{kind}-{method}.json") for kind in ("plan", "profile")}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run one method and return its row."""
+    step, swapped = training_step(options, options.method)
+    losses = [step().item() for _ in range(WARM_UP)]
+    settle(step, swapped, WARM_UP)
+    alone_ms = statistics.median_high([timed(step, 1) for _ in range(options.steps)])
+    row: dict[str, Any] = {name: getattr(options, name) for name in ("method", "layers", "tokens")}
+    row |= {"losses": losses[:2], "ms": round(timed(step, options.steps), 1), "ms_alone": round(alone_ms, 1)}
+    row["reserved_gib"] = round(torch.cuda.memory_reserved() / GIB, 3) if DEVICE == "cuda" else 0.0
+    if isinstance(swapped, swap.PlannedActivations):
+        row |= plan_of(swapped)
+        print(swapped.plan(), file=sys.stderr)
+        swapped.close()
+    return row
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,11 +20,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron import swap
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import any_model, machine
-from benchmarks.training_loop import DEVICE, SETTINGS, loss_of, model_of, plan_of, settle, synchronize
+from benchmarks.training_loop import DEVICE, plan_of, settle, synchronize, timed
 from megatron.swap.engine.checksum import fingerprint
 from megatron.swap.engine.layer_state import StateReader
 from megatron.swap.engine.recomputed_run import RunChecks
@@ -45,14 +44,13 @@ class Switch:
         self.times: dict[bool, list[float]] = {True: [], False: []}
         self._began = 0.0
         self._place = 0
-        for owner, name, off in (
-            (StateReader, "read", lambda *_: None),
-            (SavedTensors, "checked_run", lambda *_, **__: _unchecked),
-            (RunChecks, "print_in_turn", lambda *_: None),
-            (RunChecks, "before_step", lambda *_: None),
-            (RunChecks, "read", lambda *_: None),
-        ):
-            mock.patch.object(owner, name, self._either(getattr(owner, name), off)).start()
+        nothing = lambda *_: None  # noqa: E731
+        checks = [(StateReader, "read"), *((RunChecks, name) for name in ("print_in_turn", "before_step", "read"))]
+        for owner, name in checks:
+            mock.patch.object(owner, name, self._either(getattr(owner, name), nothing)).start()
+        checked = self._either(SavedTensors.checked_run, lambda *_, **__: lambda function, *args, **kwargs: function(
+            *args, **kwargs))  # fmt: skip
+        mock.patch.object(SavedTensors, "checked_run", checked).start()
 
     def _either(self, on: Callable[..., Any], off: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: (on if self.is_on else off)(*args, **kwargs)
@@ -77,42 +75,20 @@ class Switch:
         return {**row, "times_on_ms": on, "times_off_ms": off}
 
 
-def _unchecked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def of_fingerprint() -> dict[str, Any]:
+def of_fingerprint(arguments: list[str]) -> dict[str, Any]:
     """Return the time that a fingerprint of some sizes takes on the device."""
     row = {}
     for mib in (1, 16, 128, 235) if DEVICE == "cuda" else (1,):
         tensor = torch.randn(mib << 19, device=DEVICE).bfloat16()
-        for _ in range(3):
-            fingerprint(tensor)
-        synchronize()
-        began = time.perf_counter()
-        for _ in range(50):
-            fingerprint(tensor)
-        synchronize()
-        row[f"{mib}_mib_ms"] = round(1e3 * (time.perf_counter() - began) / 50, 4)
+        timed(lambda tensor=tensor: fingerprint(tensor), 3)  # type: ignore[misc]
+        row[f"{mib}_mib_ms"] = round(timed(lambda tensor=tensor: fingerprint(tensor), 50), 4)  # type: ignore[misc]
     return row
 
 
 def of_transformers(arguments: list[str]) -> dict[str, Any]:
     """Return the row of ``benchmarks.any_model`` with a budget."""
     options = any_model.parser().parse_args(arguments)
-    model = model_of(options, torch.bfloat16).train()
-    swapped = swap.activations(model.model, memory_gib=float(options.method), **SETTINGS)
-    assert isinstance(swapped, swap.PlannedActivations)
-    tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
-
-    mask: dict[str, Any] = {"attention_mask": {"full_attention": None}} if options.prepared_mask else {}
-
-    def step() -> None:
-        hidden = model.model(input_ids=tokens, use_cache=False, **mask).last_hidden_state
-        loss_of(model.lm_head, hidden, tokens).backward()
-        model.zero_grad(set_to_none=False)
-        swapped.step()
-
+    step, swapped = any_model.training_step(options, options.method)
     settle(step, swapped, 0)
     switch = Switch()
     step()
@@ -145,12 +121,8 @@ def of_megatron(arguments: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     kind, *arguments = sys.argv[1:]
-    rows: dict[str, Callable[[], dict[str, Any]]] = {
-        "fingerprint": of_fingerprint,
-        "transformers": lambda: of_transformers(arguments),
-        "megatron": lambda: of_megatron(arguments),
-    }
-    print(json.dumps({"kind": kind, **machine.facts(), **rows[kind]()}), flush=True)
+    rows = {"fingerprint": of_fingerprint, "transformers": of_transformers, "megatron": of_megatron}
+    print(json.dumps({"kind": kind, **machine.facts(), **rows[kind](arguments)}), flush=True)
 
 
 if __name__ == "__main__":

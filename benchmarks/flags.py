@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from benchmarks.rows import Row, RowError
 from benchmarks.runner.planning import plan_file, searches
 
-RECOMPUTES, OFFLOADS, KEEPS = "recomputes", "offloads", "keeps"
-"""How a method saves memory; ``KEEPS``: it saves none."""
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -118,14 +115,6 @@ def without_swap(row: Row) -> tuple[str, ...]:
     return tuple(words)
 
 
-def without_guard(row: Row) -> list[str]:
-    """Return the flags of the same run without ``--swap-oom-guard`` and without ``--swap-layers none``."""
-    words = [word for word in row["flags"].split() if word != "--swap-oom-guard"]
-    pairs = [*itertools.pairwise([*words, ""])]
-    nothing = [at for at, pair in enumerate(pairs) if pair == ("--swap-layers", "none")]
-    return [word for at, word in enumerate(words) if at not in nothing and at - 1 not in nothing]
-
-
 def training(row: Row) -> tuple[str, ...]:
     """Return a key of what is trained, whatever is swapped: rows with equal keys compute the same steps."""
     words = without_swap(row)
@@ -145,16 +134,3 @@ def added(row: Row, others: Sequence[Row]) -> str:
     while 0 < start < len(words) and not words[start].startswith("--"):  # a value of a flag that all have
         start -= 1
     return shlex.join(words[start:])
-
-
-def means(row: Row) -> set[str]:
-    """Return how the method saves memory, apart from Megatron Swap."""
-    words = _words(row["flags"])
-    wrap = row.get("wrap") or ""
-    found = set()
-    if "--recompute-granularity" in words or "checkpoint" in wrap:
-        found.add(RECOMPUTES)
-    offloads = ("--fine-grained-activation-offloading", "--cpu-offloading-num-layers", "--optimizer-cpu-offload")
-    if any(flag in words for flag in offloads) or wrap:
-        found.add(OFFLOADS)
-    return found or {KEEPS}

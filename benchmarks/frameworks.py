@@ -18,82 +18,47 @@ import shlex
 import statistics
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, facts, now
+from benchmarks.machine import ROOT, facts, now, versions
 from megatron.swap.common.records import write_text
 
 EXAMPLES = ("swap_megatron_bridge", "swap_mcore_bridge")
 PACKAGES = ("megatron-bridge", "mcore-bridge")
-STEP = re.compile(r"step (\d+): loss ([\d.einf+-]+), gradient norm ([\d.einf+-]+), (\d+) ms, ([\d.]+) GiB")
+STEP = re.compile(r"step \d+: loss ([\d.einf+-]+), gradient norm ([\d.einf+-]+), (\d+) ms, ([\d.]+) GiB")
+STATS = re.compile(r"BuiltStats\(.*\)|^\d+ steps?: .* of host memory.*$", re.MULTILINE)
 NUM_LAST = 4
 """Steps at the end whose median time is reported: the planner is stable by then."""
 
 
-def steps_of(output: str) -> list[dict[str, Any]]:
-    """Return the steps that an example has printed."""
-    return [
-        {"step": int(step), "loss": loss, "grad_norm": norm, "ms": int(ms), "reserved_gib": float(gib)}
-        for step, loss, norm, ms, gib in STEP.findall(output)
-    ]
-
-
 def row_of(words: list[str], output: str, returncode: int, num_steps: int) -> dict[str, Any]:
-    """Return a run's row.
-
-    Args:
-        words: its command.
-        output: what it printed.
-        returncode: of its process.
-        num_steps: steps that it should have trained.
-    """
-    steps = steps_of(output)
-    stats = re.findall(r"BuiltStats\(.*\)|^\d+ steps?: .* of host memory.*$", output, re.MULTILINE)
+    """Return the row of a run, which printed ``output`` and should have trained ``num_steps``."""
+    steps, stats = STEP.findall(output), STATS.findall(output)
     is_done = returncode == 0 and len(steps) == num_steps
     return {
         "command": shlex.join(words), "outcome": "ok" if is_done else "failed", "returncode": returncode,
-        "reserved_gib": max((step["reserved_gib"] for step in steps), default=None),
-        "step_ms": statistics.median(step["ms"] for step in steps[-NUM_LAST:]) if is_done else None,
-        "losses": [step["loss"] for step in steps], "grad_norms": [step["grad_norm"] for step in steps],
+        "reserved_gib": max((float(gib) for *_, gib in steps), default=None),
+        "step_ms": statistics.median(int(ms) for _, _, ms, _ in steps[-NUM_LAST:]) if is_done else None,
+        "losses": [loss for loss, *_ in steps], "grad_norms": [norm for _, norm, *_ in steps],
         "stats": stats[-1] if stats else None, "output_tail": None if is_done else output[-3000:],
     }  # fmt: skip
 
 
-def compare(rows: list[dict[str, Any]]) -> None:
-    """Say in each row of an example whether its losses and gradient norms are those of the first, unswapped one."""
-    plain = rows[0]
-    for row in rows:
-        both = plain["outcome"] == row["outcome"] == "ok"
-        row["is_equal"] = (
-            (row["losses"], row["grad_norms"]) == (plain["losses"], plain["grad_norms"]) if both else None
-        )
+def is_equal(row: dict[str, Any], plain: dict[str, Any]) -> bool | None:
+    """Return whether losses and gradient norms are those of the unswapped run; ``None``: one of the two failed."""
+    if not plain["outcome"] == row["outcome"] == "ok":
+        return None
+    return bool((row["losses"], row["grad_norms"]) == (plain["losses"], plain["grad_norms"]))
 
 
 def run(words: list[str], time_limit_s: float) -> tuple[str, int]:
     """Run a command and return its output and its exit status."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    try:
-        done = subprocess.run(
-            words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            timeout=time_limit_s, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        printed = error.stdout or b""
-        return printed.decode(errors="replace") if isinstance(printed, bytes) else printed, 124
+    limited = ["timeout", "-k", "10", f"{time_limit_s:g}", *words]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(limited, cwd=ROOT, env=env, text=True, errors="replace", check=False, **pipe)  # type: ignore[call-overload]
     return done.stdout, done.returncode
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of the frameworks; null: not installed."""
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,25 +73,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shims", default="", help="what stands in for packages that are missing; kept in the file")
     parser.add_argument("--time-limit-s", type=float, default=170.0, help="of each run")
     options = parser.parse_args(arguments)
-
-    content: dict[str, Any] = {**facts(), "date": now(), "frameworks": versions(), "shims": options.shims, "rows": []}
+    rows: list[dict[str, Any]] = []
+    about = {**facts(), "date": now(), "frameworks": versions(PACKAGES), "shims": options.shims}
     for example in options.examples:
-        rows: list[dict[str, Any]] = []
+        plain: dict[str, Any] | None = None
         for more in ([], ["--memory-gib", f"{options.budget_gib:g}"], ["--layers", options.layers]):
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-                     f"examples/{example}.py", "--steps", str(options.steps), *more,
-                     *([] if options.times else ["--deterministic"])]  # fmt: skip
-            output, returncode = run(words, options.time_limit_s)
-            row = row_of(["python", *words[1:]], output, returncode, options.steps)
-            budget_gib = options.budget_gib if "--memory-gib" in more else None
-            rows.append({"example": example, "budget_gib": budget_gib, **row})
-            compare(rows)
+            words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", f"examples/{example}.py",
+                     "--steps", str(options.steps), *more, *([] if options.times else ["--deterministic"])]  # fmt: skip
+            output, returncode = run([sys.executable, *words], options.time_limit_s)
+            row = {"example": example, "budget_gib": options.budget_gib if "--memory-gib" in more else None}
+            row |= row_of(["python", *words], output, returncode, options.steps)
+            plain = plain or row
+            row["is_equal"] = is_equal(row, plain)
             said = {name: row[name] for name in ("outcome", "reserved_gib", "step_ms")}
-            print(f"{example} {' '.join(more) or 'unswapped'}: {said}, equal: {rows[-1]['is_equal']}", flush=True)
-            write_text(options.output, json.dumps({**content, "rows": content["rows"] + rows}, indent=1) + "\n")
-        content["rows"] += rows
-    bad = [row for row in content["rows"] if row["outcome"] != "ok" or not (options.times or row["is_equal"])]
-    return 1 if bad else 0
+            print(f"{example} {' '.join(more) or 'unswapped'}: {said}, equal: {row['is_equal']}", flush=True)
+            rows.append(row)
+            write_text(options.output, json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return int(any(row["outcome"] != "ok" or not (options.times or row["is_equal"]) for row in rows))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,12 @@ def _fuse_norms(model: nn.Module) -> None:
                 setattr(module, name, new)
 
 
+def layers_of(model: Any, host_layers: list[nn.Module]) -> dict[str, int]:
+    """Return the fields of a row: layers, and those whose weights are on the device."""
+    num_layers = len(model.model.layers)
+    return {"layers": num_layers, "device_layers": num_layers - len(host_layers)}
+
+
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
     """Give random values to all frozen weights, and ones to norms, the same wherever the weights are."""

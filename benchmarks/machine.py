@@ -13,6 +13,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,22 +26,17 @@ NUM_COPIES = 8
 
 def facts() -> dict[str, Any]:
     """Return ``versions``, ``machine``, ``commit`` and ``link`` (GB/s; null without a GPU). Takes seconds."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.machine"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.machine"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the machine cannot be described:\n{done.stdout}{done.stderr}")
     return dict(json.loads(done.stdout))
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that affect results; null: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Return the versions of packages; null: not installed."""
+    found: dict[str, str | None] = {}
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -132,7 +128,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print versions, machine, commit and the link's speed as JSON.")
     parser.add_argument("--command", help="command line to record with the description")
     command = parser.parse_args().command
-    about = {"versions": versions(), "machine": machine(), "commit": commit(), "link": link_gb_s()}
+    found = {"python": platform.python_version(), **versions()}
+    about = {"versions": found, "machine": machine(), "commit": commit(), "link": link_gb_s()}
     print(json.dumps({**({"command": command} if command else {}), **about}))
 
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from benchmarks.training_loop import CHECKPOINT
+
 OFFLOAD = "offload"
 WITH_CHECKPOINTING = "+checkpointing"
 LIBRARIES = ("trl", "torchtune")
 METHODS = (OFFLOAD, *LIBRARIES, *(library + WITH_CHECKPOINTING for library in LIBRARIES))
-CHECKPOINT = {"use_reentrant": False}
 
 
 class Offloader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ GIB, MIB = 2**30, 2**20
 Row = dict[str, Any]
 Check = Callable[[Row, str], None]
 """Raises `RowError` unless a row matches its schema. The second argument names the row's file and line."""
+Fields = Mapping[str, tuple[type, ...]]
+"""The types of each field."""
 
 NOT_READY, NOT_STABLE = "not ready", "not stable"
 """Outcomes of runs whose times do not count. Not ready: a measurement or plan file that the run needs is missing. Not
@@ -38,45 +40,37 @@ WORDS = {
     NOT_STABLE: "timed before its plan was stable",
 }
 _NUMBER = (int, float)
-# Present in every row, whatever its outcome.
-_NAMED: dict[str, tuple[type, ...]] = {
-    "suite": (str,),
-    "case": (str,),
-    "method": (str,),
-    "flags": (str,),
-    "outcome": (str,),
-    "versions": (dict,),
-    "machine": (dict,),
-    "commit": (str,),
-    "command": (str,),
+_NAMED: Fields = {
+    **dict.fromkeys(("suite", "case", "method", "flags", "outcome", "commit", "command"), (str,)),
+    **dict.fromkeys(("versions", "machine"), (dict,)),
 }
-# Measurements; null where the run failed.
-_MEASURED: dict[str, tuple[type, ...]] = {
-    "step_ms_median": _NUMBER,
-    "step_ms_all": (list,),
-    "first_step_ms": _NUMBER,
-    "host_peak_gib": _NUMBER,
-    "tokens_per_s": _NUMBER,
-    "num_params": (int,),
-    "loss_hex": (str,),
-}
-# Null also on a machine without a GPU; losses_equal: also where there is nothing to compare with.
-_OPTIONAL: dict[str, tuple[type, ...]] = {
-    "device_peak_gib": _NUMBER,
-    "device_static_gib": _NUMBER,
-    "device_reserved_gib": _NUMBER,
-    "losses_equal": (bool,),
-}
-# Budget and predictions of the plan; null without a plan.
-_PLANNED: dict[str, tuple[type, ...]] = {
-    "budget_gib": _NUMBER,
-    "predicted_peak_gib": _NUMBER,
-    "predicted_step_ms": _NUMBER,
-    "profile_sha256": (str,),
-    "num_replans": (int,),
-}
-FIELDS = (*_NAMED, *_MEASURED, *_OPTIONAL, *_PLANNED)
+_MEASURED: Fields = {
+    **dict.fromkeys(("step_ms_median", "first_step_ms", "host_peak_gib", "tokens_per_s"), _NUMBER),
+    "step_ms_all": (list,), "num_params": (int,), "loss_hex": (str,),
+}  # fmt: skip
+"""Null where the run failed."""
+_PLANNED: Fields = {
+    **dict.fromkeys(("budget_gib", "predicted_peak_gib", "predicted_step_ms"), _NUMBER),
+    "profile_sha256": (str,), "num_replans": (int,),
+}  # fmt: skip
+"""Null without a plan."""
+_OPTIONAL: Fields = {
+    **dict.fromkeys(("device_peak_gib", "device_static_gib", "device_reserved_gib"), _NUMBER),
+    "losses_equal": (bool,), **_PLANNED,
+}  # fmt: skip
+"""Null also on a machine without a GPU; losses_equal: also where there is nothing to compare with."""
 UNPLANNED: Row = dict.fromkeys(_PLANNED)
+
+_SWEPT: Fields = {
+    "axis": (str,), "unit": (str,), "value": (int,), "values": (list,), "params": (int,), "param_bytes": (int,),
+    "predicted": (dict,), "tiers_gib": (dict,), "is_ours": (bool,),
+}  # fmt: skip
+"""Fields of a sweep's row. ``values``: all values of the row; a ``pruned`` row has several, from ``value`` on.
+``params``: parameters of ``value``, by arithmetic."""
+_SWEPT_MEASURED: Fields = {"loss_first": _NUMBER, "loss_last": _NUMBER, "losses": (list,)}
+_SWEPT_OPTIONAL: Fields = {"mfu": _NUMBER, "disk_peak_gib": _NUMBER, "why": (str,), "output_tail": (str,)}
+TIERS = ("device", "host", "disk")
+_PARTS = {"predicted": (*(f"{tier}_gib" for tier in TIERS), "static_gib"), "tiers_gib": TIERS}
 
 PEAKS = {"allocated": "device_peak_gib", "reserved": "device_reserved_gib", "saved": "saved_peak_gib"}
 """The field that counts as a row's peak, by the row's ``peak``: memory that PyTorch's allocator had allocated or
@@ -99,18 +93,23 @@ def outcome(row: Row) -> str:
     return WORDS.get(found, found.replace("missing:", "not installed:"))
 
 
+def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows by case, in their order."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["case"], []).append(row)
+    return found
+
+
 def check_row(row: Row, where: str = "row") -> None:
     """Raise ``RowError`` unless ``row`` has every field with a value of its type."""
-    name = f"{where} (case {row.get('case')!r}, method {row.get('method')!r})"
-    for field in FIELDS:
-        if field not in row:
-            raise RowError(f"{name}: field {field!r} is missing")
-    if not isinstance(row["outcome"], str) or OUTCOME.fullmatch(row["outcome"]) is None:
+    name = _name(row, where)
+    is_ok = row.get("outcome") == "ok"
+    check_fields(row, name, _NAMED)
+    check_fields(row, name, _MEASURED, is_needed=is_ok)
+    check_fields(row, name, _OPTIONAL, is_needed=False)
+    if OUTCOME.fullmatch(row["outcome"]) is None:
         raise RowError(f"{name}: field 'outcome' is {row['outcome']!r}; allowed: {OUTCOME.pattern}")
-    worked = row["outcome"] == "ok"
-    for fields, is_needed in ((_NAMED, True), (_MEASURED, worked), (_OPTIONAL, False), (_PLANNED, False)):
-        for field, types in fields.items():
-            _check_field(name, field, row[field], types, is_needed)
     if row.get("peak") is not None and row["peak"] not in PEAKS:
         raise RowError(f"{name}: field 'peak' is {row['peak']!r}; allowed: {', '.join(PEAKS)}")
     if row.get("date") is not None:
@@ -119,16 +118,43 @@ def check_row(row: Row, where: str = "row") -> None:
         except (TypeError, ValueError) as error:
             raise RowError(f"{name}: field 'date' is {row['date']!r}; a time in ISO 8601 is expected") from error
     for step_ms in row["step_ms_all"] or ():
-        _check_field(name, "step_ms_all[]", step_ms, _NUMBER, True)
+        check_fields({"step_ms_all[]": step_ms}, name, {"step_ms_all[]": _NUMBER})
 
 
-def _check_field(name: str, field: str, value: Any, types: tuple[type, ...], is_needed: bool) -> None:
-    if value is None:
-        if is_needed:
-            raise RowError(f"{name}: field {field!r} is null")
-    elif not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        allowed = " or ".join(t.__name__ for t in types)
-        raise RowError(f"{name}: field {field!r} is {value!r}, not of type {allowed}")
+def is_sweep(row: Row) -> bool:
+    """Return whether a row belongs to a sweep."""
+    return "axis" in row
+
+
+def check_sweep_row(row: Row, where: str = "row") -> None:
+    """Raise ``RowError`` unless ``row`` matches the schema of sweep rows."""
+    check_row(row, where)
+    name = _name(row, where)
+    check_fields(row, name, _SWEPT)
+    check_fields(row, name, _SWEPT_MEASURED, is_needed=row["outcome"] == "ok")
+    check_fields(row, name, _SWEPT_OPTIONAL, is_needed=False)
+    if row["outcome"] == PRUNED:
+        check_fields(row, name, {"why": (str,)})
+    for field, parts in _PARTS.items():
+        check_fields(row[field], f"{name}: {field}", dict.fromkeys(parts, _NUMBER), is_needed=False)
+
+
+def check_fields(row: Row, name: str, fields: Fields, is_needed: bool = True) -> None:
+    """Raise ``RowError`` for a field that is missing or of another type, or null although it is needed."""
+    for field, types in fields.items():
+        if field not in row:
+            raise RowError(f"{name}: field {field!r} is missing")
+        value = row[field]
+        if value is None:
+            if is_needed:
+                raise RowError(f"{name}: field {field!r} is null")
+        elif not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            allowed = " or ".join(one.__name__ for one in types)
+            raise RowError(f"{name}: field {field!r} is {value!r}, not of type {allowed}")
+
+
+def _name(row: Row, where: str) -> str:
+    return f"{where} (case {row.get('case')!r}, method {row.get('method')!r})"
 
 
 def read_rows(path: Path, check: Check = check_row) -> list[Row]:

@@ -18,9 +18,6 @@ class StoreError(ValueError):
 class ResultStore:
     """The rows of one result file. Every change is written at once, so that an interruption loses nothing.
 
-    Attributes:
-        rows: the rows of the file, in order.
-
     Args:
         path: the file; `None`: rows are kept in memory only.
         resume: continue an existing file; without it an existing file is refused.
@@ -56,16 +53,7 @@ class ResultStore:
         return StoreError(f"--resume: {self._path} has {reason}. Name another --output.")
 
     def require_same(self, label: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Check that a row of the file is comparable with rows of this run.
-
-        Args:
-            label: the row's name for the message.
-            there: fields of the row in the file, at least those of `now`.
-            now: the fields that must be equal, with this run's values.
-
-        Raises:
-            StoreError: names the first field that differs.
-        """
+        """Raise `StoreError` unless the row ``label`` of the file has the values of this run, ``now``."""
         for field, value in now.items():
             if there[field] != value:
                 raise self.refuse(

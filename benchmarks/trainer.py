@@ -4,7 +4,7 @@
     python -m benchmarks.trainer --tokens 8192 --method checkpointing
     python -m benchmarks.trainer --tokens 8192 --method 130
 
-prints a line of JSON: tokens per second and milliseconds over the last steps, once a plan was stable in three; the
+prints a line of JSON: tokens per second and milliseconds over the last --steps, once a plan was stable in three; the
 most device memory allocated and reserved; all losses; for a budget in GiB also what the planner predicted. A method
 that runs out of memory prints ``"out of memory": true``, a budget for which there is no plan ``"infeasible"`` and why.
 fp32 weights, bf16 autocast, fused AdamW, random tokens, one sequence a step; with a budget, ``autocast_cache=False``.
@@ -22,40 +22,25 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.offloaders import CHECKPOINT
-from benchmarks.training_loop import DEVICE, MOST_STEPS, SETTINGS, model_of, peaks, plan_of, print_row, synchronize
+from benchmarks.training_loop import (
+    CHECKPOINT,
+    CHECKPOINTING,
+    DEVICE,
+    MOST_STEPS,
+    NOTHING,
+    QWEN3_8B,
+    SETTINGS,
+    model_of,
+    new_parser,
+    peaks,
+    plan_of,
+    print_row,
+    synchronize,
+)
 from megatron.swap.integrations.transformers import SwapCallback
-from megatron.swap.run.planned_activations import PlannedActivations
 
-NOTHING, CHECKPOINTING = "nothing", "checkpointing"
 WARM_UP = 3
 """Steps that are not timed: the first, and the first ones under the chosen plan."""
-
-
-def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--layers", type=int, default=36)
-    options.add_argument("--hidden-size", type=int, default=4096, help="other sizes follow, as in Qwen3-8B")
-    options.add_argument("--vocab-size", type=int, default=151936)
-    options.add_argument("--tokens", type=int, default=8192)
-    options.add_argument("--steps", type=int, default=5, help="to time")
-    options.add_argument("--method", default=CHECKPOINTING, help=f"{NOTHING}, {CHECKPOINTING}, or a budget in GiB")
-    return options
-
-
-class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of random tokens, each the same in every run."""
-
-    def __init__(self, number: int, tokens: int, vocab_size: int) -> None:
-        self._number, self._tokens, self._vocab_size = number, tokens, vocab_size
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(index)
-        tokens = torch.randint(self._vocab_size, (self._tokens,), generator=draw)
-        return {"input_ids": tokens, "labels": tokens}
 
 
 class Recorder(transformers.Trainer):
@@ -87,9 +72,8 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._num_steps += 1
-        swapped = self._swap.swapped if self._swap is not None else None
-        is_ready = not isinstance(swapped, PlannedActivations) or swapped.stats().stage == "stable"
-        self._num_ready += is_ready or self._num_steps >= MOST_STEPS
+        stage = plan_of(self._swap.swapped if self._swap is not None else None).get("stage", "stable")
+        self._num_ready += stage == "stable" or self._num_steps >= MOST_STEPS
         if self._started_at is None and self._num_ready == WARM_UP:
             synchronize()
             self._start, self._started_at = time.perf_counter(), self._num_steps
@@ -109,6 +93,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         swap = SwapCallback(memory_gib=float(method), autocast_cache=False, **SETTINGS)
     clock = Clock(options.steps, swap)
     num_steps = MOST_STEPS + WARM_UP + options.steps
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(options.vocab_size, (num_steps, options.tokens), generator=draw)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=num_steps, per_device_train_batch_size=1, bf16=True, use_cpu=DEVICE == "cpu",
@@ -116,7 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             gradient_checkpointing_kwargs=CHECKPOINT, logging_strategy="no", save_strategy="no", report_to="none",
             disable_tqdm=True,
         )  # fmt: skip
-        data = RandomTokens(num_steps, options.tokens, options.vocab_size)
+        data: Any = [{"input_ids": sequence, "labels": sequence} for sequence in tokens]
         callbacks = [clock] if swap is None else [swap, clock]
         trainer = Recorder(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
         trainer.remove_callback(transformers.PrinterCallback)
@@ -130,7 +116,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the row."""
-    print_row(measure, parser().parse_args(arguments))
+    parser = new_parser(__doc__, {"layers": 36, **QWEN3_8B, "tokens": 8192, "steps": 5, "method": CHECKPOINTING})
+    print_row(measure, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What benchmarks of transformers models share: a model, a loss in chunks, times, memory, and how a row ends."""
+"""What benchmarks of transformers models share: options, a model, a loss in chunks, times, memory, and their row."""
 
 from __future__ import annotations
 
@@ -24,8 +24,30 @@ SETTINGS: dict[str, Any] = {} if DEVICE == "cuda" else {"min_mib": 0.0, "host_gi
 """Arguments of ``swap.activations``, so that it also swaps what a tiny model saves on the CPU."""
 MOST_STEPS = 38
 """By then a planner has chosen."""
-OUT_OF_MEMORY = "out of memory"
-"""The key of a row whose method does not fit the device."""
+NOTHING, CHECKPOINTING = "nothing", "checkpointing"
+"""Methods of every program: no saving, and transformers' own."""
+CHECKPOINT = {"use_reentrant": False}
+QWEN3_8B = {"hidden-size": 4096, "vocab-size": 151936}
+"""Options of ``model_of``. Other sizes follow, as in Qwen3-8B."""
+
+
+def new_parser(text: str | None, options: dict[str, Any]) -> argparse.ArgumentParser:
+    """Return a parser of ``--NAME VALUE`` options; ``text`` describes them.
+
+    ``options``: a default for each name, whose type the value gets; a type has no default; of a tuple the value is one
+    element, by default the first.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, given in options.items():
+        if isinstance(given, bool):
+            parser.add_argument(f"--{name}", action="store_true")
+        elif isinstance(given, type):
+            parser.add_argument(f"--{name}", type=given)
+        elif isinstance(given, tuple):
+            parser.add_argument(f"--{name}", choices=given, default=given[0])
+        else:
+            parser.add_argument(f"--{name}", type=type(given), default=given)
+    return parser
 
 
 def model_of(options: argparse.Namespace, dtype: torch.dtype) -> Any:
@@ -94,7 +116,7 @@ def print_row(measure: Callable[[argparse.Namespace], dict[str, Any]], options: 
     try:
         row = measure(options)
     except torch.OutOfMemoryError:
-        row = {**vars(options), OUT_OF_MEMORY: True, **peaks()}
+        row = {**vars(options), "out of memory": True, **peaks()}
     except Infeasible as error:
         row = {**vars(options), "infeasible": str(error), **peaks()}
     print(json.dumps(row), flush=True)

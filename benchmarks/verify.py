@@ -16,20 +16,18 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.rows import COMPLETE, NOT_STABLE, UNPLANNED, Row, RowError
+from benchmarks.rows import COMPLETE, GIB, NOT_STABLE, UNPLANNED, Row
 from benchmarks.runner import launch
-from benchmarks.runner.memory_hog import MemoryHogError, memory_hog
+from benchmarks.runner.memory_hog import memory_hog
+from benchmarks.runner.program import ChoiceError, guarded, new_parser
 from benchmarks.runner.request import Request
-from benchmarks.store import ResultStore, StoreError, locked
-from benchmarks.suites.output import INTERRUPTED, interrupt
-from megatron.swap.common.flags import CommandLine
+from benchmarks.store import ResultStore, locked
 
 NUM_WARM_UP = 3
 
@@ -58,10 +56,9 @@ SUMMARY_FIELDS = (
     "grad_norms", "num_rescues", "rescued_bytes", "short_bytes",
 )  # fmt: skip
 SETTINGS = (
-    "--swap-layers none",
-    "--swap-layers all",
+    "--swap-layers none", "--swap-layers all",
     "--swap-layers 0-3 --swap-recompute norm activation rotary linear --swap-verify",
-)
+)  # fmt: skip
 NULL_WHERE_FAILED = (
     "step_ms_median", "step_ms_all", "first_step_ms", "device_peak_gib", "device_static_gib", "device_reserved_gib",
     "host_peak_gib", "tokens_per_s", "num_params", "loss_hex", "losses_equal",
@@ -83,9 +80,12 @@ RANKS = {
     "cp2-dp2": (4, "--context-parallel-size 2 --use-distributed-optimizer"),
 }
 """The ranks of each way to split, and its flags."""
+USUAL = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": ["tp2-sp", "pp2", "pp2-vpp", "dp2-distopt"]}
+"""The cases of each kind of comparison without ``--case``."""
+NOTHING, EVERYTHING = "--swap-layers none", "--swap-layers all"
 
 
-class VerifyError(ValueError):
+class VerifyError(ChoiceError):
     """The machine cannot verify what the options ask for; the message gives the reason."""
 
 
@@ -93,6 +93,7 @@ class Verifier:
     """Make training runs with the options of the command line.
 
     Args:
+        options: of the command line.
         facts: `versions`, `machine`, `commit` and `link` (GB/s of each direction, measured on this machine).
     """
 
@@ -101,12 +102,18 @@ class Verifier:
         self.on_gpu = facts["machine"]["gpu"] != "none"
         self.link: dict[str, float] = facts["link"]
 
-    def run(self, name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, timeout_s: int = 400) -> Row:
+    def flags(self, spec: str, shape: str, more: str) -> str:
+        """Return the training flags of a run, as far as they are no setting of it."""
+        fusions = ("bias-gelu", "bias-dropout", "bias-swiglu", "rope")
+        on_cpu = "--distributed-backend gloo " + " ".join(f"--no-{name}-fusion" for name in fusions)
+        norm = "--no-persist-layer-norm " if spec == "local" else ""
+        device = "" if self.on_gpu else f"{on_cpu} "
+        steps = f"--train-iters {self.options.steps}"
+        return f"--transformer-impl {spec} {norm}{SHAPES[shape]} {COMMON} {device}{more} {steps}"
+
+    def run(self, name: str, flags: str, *, num_ranks: int = 1, timeout_s: int = 400) -> Row:
         """Make one training run and return the measured part of its row, with its `outcome`."""
-        request = Request(
-            flags=tuple(shlex.split(flags)), num_warm_up=NUM_WARM_UP, has_phases=True, profile_step=profile_step,
-            has_summary=True,
-        )  # fmt: skip
+        request = Request(tuple(shlex.split(flags)), num_warm_up=NUM_WARM_UP, has_phases=True, has_summary=True)
         finished = launch.run(request, on_gpu=self.on_gpu, num_ranks=num_ranks, timeout_s=timeout_s)
         row: Row = {"method": name, "flags": flags, "num_ranks": num_ranks, "outcome": finished.outcome}
         if finished.outcome == "ok":
@@ -130,10 +137,10 @@ def measured(result: dict[str, Any]) -> Row:
         **{field: planning[field] for field in UNPLANNED if field in planning},
         # A run that searches for its plan may end before the plan is stable: then no step was timed.
         "tokens_per_s": result["tokens_per_step"] / step_ms * 1e3 if (step_ms := result["step_ms_median"]) else None,
-        "device_peak_gib": None if summary["device_peak_bytes"] is None else summary["device_peak_bytes"] / 2**30,
-        "host_leased_gib": summary["host_leased_peak_bytes"] / 2**30,
-        "host_booked_gib": summary["host_booked_bytes"] / 2**30,
-        "saved_peak_gib": (summary["saved_peak_bytes"] or 0) / 2**30,
+        "device_peak_gib": None if summary["device_peak_bytes"] is None else summary["device_peak_bytes"] / GIB,
+        "host_leased_gib": summary["host_leased_peak_bytes"] / GIB,
+        "host_booked_gib": summary["host_booked_bytes"] / GIB,
+        "saved_peak_gib": (summary["saved_peak_bytes"] or 0) / GIB,
         "layer_out_bytes": {str(entry["layer"]): entry["swapped_out_bytes"] for entry in summary["layers"]},
         "loss_hex": summary["losses"][-1],
         "rescues_by_step": [step["num_rescues"] for step in summary["steps"]],
@@ -144,26 +151,21 @@ def measured(result: dict[str, Any]) -> Row:
 def equality(verifier: Verifier) -> Iterator[Row]:
     """Compare losses, gradient norms and weights in deterministic mode: unswapped, then with each of the settings."""
     options = verifier.options
+    settings = SETTINGS if options.settings is None else options.settings
     for spec in options.spec:
-        flags = (
-            f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags(verifier.on_gpu)} "
-            f"--global-batch-size 8 --train-iters {options.steps} --swap-deterministic"
-        )
-        settings = SETTINGS if options.settings is None else options.settings
-        yield from compare(verifier, spec, flags, ["--swap-layers none", *settings])
+        flags = verifier.flags(spec, options.case[0], "--global-batch-size 8 --swap-deterministic")
+        yield from compare(verifier, spec, flags, [NOTHING, *settings])
 
 
 def ranks(verifier: Verifier) -> Iterator[Row]:
     """Compare losses, gradient norms and weights on several ranks, for each way of splitting the model or the data."""
     options = verifier.options
+    settings = [EVERYTHING] if options.settings is None else options.settings
     for case in options.case:
         num_ranks, split = RANKS[case]
-        flags = (
-            f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags(verifier.on_gpu)} "
-            f"{split} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
-        )
-        settings = ["--swap-layers all"] if options.settings is None else options.settings
-        yield from compare(verifier, case, flags, ["--swap-layers none", *settings], num_ranks)
+        more = f"{split} --global-batch-size 16 --swap-deterministic"
+        flags = verifier.flags(options.spec[0], options.shape, more)
+        yield from compare(verifier, case, flags, [NOTHING, *settings], num_ranks)
 
 
 def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> Iterator[Row]:
@@ -204,64 +206,26 @@ def overhead(verifier: Verifier) -> Iterator[Row]:
     if not verifier.on_gpu:
         raise VerifyError("overhead needs a GPU: step times of the emulation mean nothing")
     for case in options.case:
-        num_layers = int(SHAPES[case].split("--num-layers ")[1].split()[0])
-        batch = int(SHAPES[case].split("--micro-batch-size ")[1].split()[0])
-        spec = options.spec[0]
-        flags = (
-            f"{spec_flags(spec)} {SHAPES[case]} {COMMON} {device_flags(verifier.on_gpu)} "
-            f"--global-batch-size {batch * options.micro_batches} --train-iters {options.steps} {options.extra}"
-        )
-        none = verifier.run("none", f"{flags} --swap-layers none", profile_step=0)
-        everything = verifier.run("all", f"{flags} --swap-layers all", profile_step=options.steps)
+        words = SHAPES[case].split()
+        num_layers, batch = (int(words[words.index(flag) + 1]) for flag in ("--num-layers", "--micro-batch-size"))
+        more = f"--global-batch-size {batch * options.micro_batches} {options.extra}"
+        flags = verifier.flags(options.spec[0], case, more)
+        none, everything = verifier.run("none", f"{flags} {NOTHING}"), verifier.run("all", f"{flags} {EVERYTHING}")
         mine = [none, everything]
         if none["outcome"] == everything["outcome"] == "ok":
-            forward = none["forward_ms"] - none["first_layer_forward_ms"]
+            forward_ms = none["forward_ms"] - none["first_layer_forward_ms"]
             layer_bytes = max(everything["layer_out_bytes"].values()) / options.micro_batches
-            count = int(link["d2h_gb_s"] * 1e6 * forward / layer_bytes)
-            count = min(count, num_layers - 1)
-            mine.append(verifier.run("hidden", f"{flags} --swap-layers 0-{count - 1}", profile_step=options.steps))
-            mine.append(verifier.run("none again", f"{flags} --swap-layers none", profile_step=0))
+            count = min(int(link["d2h_gb_s"] * 1e6 * forward_ms / layer_bytes), num_layers - 1)
+            mine.append(verifier.run("hidden", f"{flags} --swap-layers 0-{count - 1}"))
+            mine.append(verifier.run("none again", f"{flags} {NOTHING}"))
         for row in mine:
             equal = row["losses"] == none["losses"] if "losses" in row and "losses" in none else None
-            row.update(case=f"{case} {spec}", link=link, losses_equal=equal)
-            if row["outcome"] == "ok" and none["outcome"] == "ok":
-                judge(row, none, link, options.micro_batches)
+            row |= {"case": f"{case} {options.spec[0]}", "link": link, "losses_equal": equal}
+            if row["outcome"] == none["outcome"] == "ok":
+                fell_gib = none["device_peak_gib"] - row["device_peak_gib"]
+                print(f"   {row['method']}: step x{row['step_ms_median'] / none['step_ms_median']:.4f}; "
+                      f"peak fell {fell_gib:.2f} GiB", flush=True)  # fmt: skip
         yield from mine
-
-
-def judge(row: Row, none: Row, link: dict[str, float], micro_batches: int) -> None:
-    """Add to a row the step time that the arithmetic of copies predicts, and how far the peak must fall."""
-    row["step_ratio"] = row["step_ms_median"] / none["step_ms_median"]
-    if not row.get("trace_d2h_bytes"):
-        return
-    out_bytes, in_bytes = row["trace_d2h_bytes"] / micro_batches, row["trace_h2d_bytes"] / micro_batches
-    first_ms = none["first_layer_forward_ms"]
-    rest_ms = none["step_ms_median"] - micro_batches * (none["forward_ms"] + none["backward_ms"])
-    model_ms = first_ms + max(none["forward_ms"] - first_ms, out_bytes / link["d2h_gb_s"] / 1e6)
-    model_ms += max(none["backward_ms"], in_bytes / link["h2d_gb_s"] / 1e6)
-    row["model_step_ms"] = model_ms * micro_batches + rest_ms
-    row["step_to_model"] = row["step_ms_median"] / (1.05 * model_ms * micro_batches + rest_ms)
-    group_bytes = max(row["layer_out_bytes"].values()) / micro_batches
-    row["peak_fell_bytes"] = (none["device_peak_gib"] - row["device_peak_gib"]) * 2**30
-    # The prefetch window and the largest group stay on the device: one group each.
-    row["peak_must_fall_bytes"] = 0.97 * (out_bytes - 2 * group_bytes)
-    fell, must = row["peak_fell_bytes"] / 2**30, row["peak_must_fall_bytes"] / 2**30
-    print(
-        f"   {row['method']}: step x{row['step_ratio']:.4f}; {row['step_to_model']:.3f} of the bound; "
-        f"peak fell {fell:.2f} GiB of {out_bytes / 2**30:.2f} swapped out (must: {must:.2f})",
-        flush=True,
-    )
-
-
-def spec_flags(spec: str) -> str:
-    return f"--transformer-impl {spec} " + ("--no-persist-layer-norm" if spec == "local" else "")
-
-
-def device_flags(on_gpu: bool) -> str:
-    if on_gpu:
-        return ""
-    fusions = ("bias-gelu", "bias-dropout", "bias-swiglu", "rope")
-    return "--distributed-backend gloo " + " ".join(f"--no-{name}-fusion" for name in fusions)
 
 
 def verify(options: argparse.Namespace, command: str) -> int:
@@ -293,52 +257,36 @@ def verify(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; an error is printed as one line.
-
-    Args:
-        arguments: the command-line arguments; `None`: those of this process.
-    """
+    """Run the command and return its exit status. ``arguments``: `None`: those of this process."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equality", "overhead", "ranks"])
-    parser.add_argument(
-        "--case", nargs="+",
-        help="shapes (equality: one; overhead), or ways to split (ranks; default: dense layers on two ranks)",
-    )  # fmt: skip
-    parser.add_argument("--shape", default="L8-h1024", choices=SHAPES, help="ranks: the model")
-    parser.add_argument("--spec", nargs="+", default=["transformer_engine"], help="layer specs")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--micro-batches", type=int, default=4, help="overhead: micro-batches a step")
-    parser.add_argument(
-        "--settings", nargs="*", help="equality, ranks: flags of each run that is compared with the unswapped one"
-    )
-    parser.add_argument(
-        "--budget-share", type=float,
-        help="equality, ranks: also a planned run, with this share of the memory that the unswapped run reserved",
-    )  # fmt: skip
-    parser.add_argument("--extra", default="", help="more flags for every run")
-    parser.add_argument(
-        "--held-gib", nargs="+", type=float, default=[],
-        help="GiB that another program holds meanwhile on the first GPU, the second, ...",
-    )  # fmt: skip
-    parser.add_argument("--output", required=True, type=Path, help="JSON lines, one row per run; appended")
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("what", choices=USUAL)
+    add("--case", nargs="+", help="shapes (equality: one; overhead), or ways to split (ranks; default: dense layers "
+        "on two ranks)")  # fmt: skip
+    add("--shape", default="L8-h1024", choices=SHAPES, help="ranks: the model")
+    add("--spec", nargs="+", default=["transformer_engine"], help="layer specs")
+    add("--steps", type=int, default=20)
+    add("--micro-batches", type=int, default=4, help="overhead: micro-batches a step")
+    add("--settings", nargs="*", help="equality, ranks: flags of each run that is compared with the unswapped one")
+    add("--budget-share", type=float, help="equality, ranks: also a planned run, with this share of the memory that "
+        "the unswapped run reserved")  # fmt: skip
+    add("--extra", default="", help="more flags for every run")
+    add("--held-gib", nargs="+", type=float, default=[], help="GiB that another program holds meanwhile on the first "
+        "GPU, the second, ...")  # fmt: skip
+    add("--output", required=True, type=Path, help="JSON lines, one row per run; appended")
     options = parser.parse_args(arguments)
-    if options.steps < NUM_WARM_UP + 2:
-        least = NUM_WARM_UP + 2
-        parser.error(f"--steps {options.steps}: {NUM_WARM_UP} are warm-up and one may be traced; at least {least}")
+    if options.steps < (least := NUM_WARM_UP + 1):
+        parser.error(f"--steps {options.steps}: {NUM_WARM_UP} are warm-up; at least {least}")
     if options.budget_share is not None and not 0 < options.budget_share <= 1:
         parser.error(f"--budget-share {options.budget_share:g}: must be above 0 and at most 1")
     if not all(0 <= gib < math.inf for gib in options.held_gib):
         parser.error(f"--held-gib {' '.join(map(str, options.held_gib))}: must be numbers of GiB, 0 or more")
-    usual = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": ["tp2-sp", "pp2", "pp2-vpp", "dp2-distopt"]}
-    options.case = options.case or usual[options.what]
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
+    options.case = options.case or USUAL[options.what]
+    command = shlex.join(["python", "tools/verify.py", *arguments])
+
+    def locked_verify() -> int:
         with locked(options.output):
-            return verify(options, shlex.join(["python", "tools/verify.py", *arguments]))
-    except (VerifyError, RowError, StoreError, MemoryHogError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: finished runs are kept", flush=True)
-        return INTERRUPTED
+            return verify(options, command)
+
+    return guarded(locked_verify)

@@ -1,7 +1,7 @@
 """Check a trace of a swapping run: the order and number of copies, and how much of them compute hid.
 
 Reads a trace of torch.profiler or Nsight Systems (tools/profile.sh makes both), prints the findings and saves beside
-the trace: findings.json, copies.csv, step.png, and trace.perfetto.json.gz for https://ui.perfetto.dev.
+the trace: findings.json, copies.csv, and trace.perfetto.json.gz for https://ui.perfetto.dev.
 
 Exit status: 0 clean; 1 a copy is out of order, differs from the summary or (with --about) is much slower than the
 link alone; 2 the trace cannot be analysed.
@@ -19,12 +19,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rich.console import Console  # noqa: E402
-
 from benchmarks.traces.analysis import analyse  # noqa: E402
 from benchmarks.traces.reader import read_trace  # noqa: E402
 from benchmarks.traces.records import TraceError  # noqa: E402
-from benchmarks.traces.report import OUTPUT_FILES, print_report, save  # noqa: E402
+from benchmarks.traces.report import OUTPUT_FILES, lines, save  # noqa: E402
 from megatron.swap.common.flags import CommandLine  # noqa: E402
 from megatron.swap.common.records import read_text  # noqa: E402
 
@@ -37,21 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--about", type=Path, metavar="FILE.JSON", help="output of `python -m benchmarks.machine` on that machine"
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files go (default: beside the trace)")
-    parser.add_argument("--step", type=int, metavar="N", help="which step to draw (default: the last traced one)")
     options = parser.parse_args(arguments)
     folder = options.output or options.trace.parent
     try:
         _check_inputs([path for path in (options.trace, options.summary, options.about) if path], folder)
-        about = _read_about(options.about)
+        about = _read("--about", options.about, "what `python -m benchmarks.machine` prints")
+        summary = _read("--summary", options.summary, "a summary that --swap-summary wrote")
+        if summary is not None and not isinstance(summary.get("steps"), list):
+            raise TraceError(f"--summary {options.summary}: not a summary that --swap-summary wrote: it has no 'steps'")
         link = (about or {}).get("link")
-        link_gb_s = min(link.values()) if link else None
-        analysis = analyse(read_trace(options.trace), _read_summary(options.summary), link_gb_s)
-        print_report(analysis, _console())
-        saved = save(analysis, folder, options.step, about)
+        analysis = analyse(read_trace(options.trace), summary, min(link.values()) if link else None)
+        print(*lines(analysis), sep="\n")
+        saved = save(analysis, folder, about)
     except TraceError as error:
         print(f"analyze_trace: {error}", file=sys.stderr)
         return 2
-    print(" saved: " + ", ".join(str(path) for path in saved))
+    print("saved: " + ", ".join(str(path) for path in saved))
     return 0 if analysis.is_clean else 1
 
 
@@ -63,35 +62,14 @@ def _check_inputs(inputs: Sequence[Path], folder: Path) -> None:
             raise TraceError(f"{path}: {outputs[path.resolve()]} is written there; name another --output folder")
 
 
-def _read_summary(path: Path | None) -> dict[str, Any] | None:
-    if path is None:
-        return None
-    try:
-        summary = json.loads(read_text(path))
-        if isinstance(summary["steps"], list):
-            return summary
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"--summary {path}: not a summary that --swap-summary wrote: {_said(error)}") from error
-    raise TraceError(f"--summary {path}: 'steps' is no list: not a summary that --swap-summary wrote")
-
-
-def _read_about(path: Path | None) -> dict[str, Any] | None:
+def _read(option: str, path: Path | None, what: str) -> dict[str, Any] | None:
+    """Return the JSON object of an option's file; `None`: the option is not given."""
     if path is None:
         return None
     try:
         return dict(json.loads(read_text(path)))
     except (OSError, ValueError, TypeError) as error:
-        raise TraceError(f"--about {path}: not what `python -m benchmarks.machine` prints: {_said(error)}") from error
-
-
-def _said(error: Exception) -> str:
-    """Return the error's text. A `KeyError`'s text is only the key, so a sentence is made of it."""
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
-
-
-def _console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for every row if the output goes to a file."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
+        raise TraceError(f"{option} {path}: not {what}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@
 #   PROFILE_DIR=FOLDER      output folder (default: runs/profile-DATE-TIME)
 #   NSYS=/path/to/nsys      if it is neither on PATH nor below /opt/nvidia
 # Output: about.json (machine, versions, commit), run.json (the summary), the trace (rank-0.json.gz, or trace.nsys-rep and trace.sqlite),
-# findings.json, copies.csv, step.png, and trace.perfetto.json.gz for https://ui.perfetto.dev.
+# findings.json, copies.csv, and trace.perfetto.json.gz for https://ui.perfetto.dev.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 swap_setup_env run
@@ -58,7 +58,7 @@ mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 export SUMMARY="$folder/run.json"
 # Remove files of an earlier run that failed, so that they are not mistaken for this run's.
-(cd "$folder" && rm -f about.json run.json rank-*.json.gz trace.nsys-rep trace.qdstrm trace.sqlite copies.csv step.png trace.perfetto.json.gz)
+(cd "$folder" && rm -f about.json run.json rank-*.json.gz trace.nsys-rep trace.qdstrm trace.sqlite copies.csv trace.perfetto.json.gz)
 # The machine of the findings and, with a GPU, the speed of the idle link, which the copies are compared with.
 (cd "$SWAP_ROOT" && "$SWAP_PYTHON" -W ignore -m benchmarks.machine --command "bash tools/profile.sh $*") >"$folder/about.json"
 if [ -n "$nsys" ]; then

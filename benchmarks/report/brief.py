@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks import names
 from benchmarks.flags import is_guarded, is_ours, value
 from benchmarks.report import compare, guard, planner, tables
-from benchmarks.report.profiles import Group
-from benchmarks.report.results import Example, Results
-from benchmarks.report.text import ABSENT, Table, cell_number, cell_share
-from benchmarks.rows import Row, outcome, peak_gib
+from benchmarks.report.results import Results
+from benchmarks.rows import Row, by_case, outcome, peak_gib
 from benchmarks.suites.losses import REPEAT, comparable
+from benchmarks.suites.ranking import by_peak, on_frontier, peak, points
 from benchmarks.sweeps import table as sweep_table
+from benchmarks.table import ABSENT, Table, cell, cell_ms, cell_number, cell_share
+from benchmarks.traces.tables import num_checks
 
 NONE = "none"
 BY_FLAGS = (
@@ -29,6 +30,7 @@ SWEPT = (
 )  # fmt: skip
 PLANNER_MODELS = ("L16-h4096", "L4-h8192")
 OTHER_MODELS = ("L4-moe", "L6-lengths")
+BENCHMARKS = ("h200-dense", "h200-long-context", "h200-planner", "h200-optimizer")
 NUM_WORST = 3
 
 
@@ -38,37 +40,38 @@ class Brief:
 
     results: Results
 
-    def case(self, suite: str, case: str) -> list[Row]:
-        return [row for row in self.results.suites.get(suite, []) if row["case"] == case]
+    def rows(self, *suites: str) -> list[Row]:
+        return [row for suite in suites for row in self.results.suites.get(suite, [])]
 
-    # ------------------------------------------------------------------------------------------ equality
+    def case(self, suite: str, case: str) -> list[Row]:
+        return [row for row in self.rows(suite) if row["case"] == case]
 
     @property
     def equality(self) -> Table | None:
         """Count the runs that were compared bit for bit with a run without Megatron Swap, and those that are equal."""
-        found = {
-            "one GPU": self._equal("prove-equality"),
-            "two and four GPUs: tensor, pipeline, context, expert, data parallel": self._equal("prove-ranks"),
-            "MoE, changing lengths, optimizer state (losses only)": self._equal("h200-planner", "h200-optimizer"),
+        places = {
+            "one GPU": ["prove-equality"],
+            "two and four GPUs: tensor, pipeline, context, expert, data parallel": ["prove-ranks"],
+            "MoE, changing lengths, optimizer state (losses only)": ["h200-planner", "h200-optimizer"],
         }
-        lines = [[where, str(len(equal)), str(sum(equal))] for where, equal in found.items() if equal]
-        return Table(["where", "runs compared", "equal"], lines) if lines else None
-
-    def _equal(self, *suites: str) -> list[bool]:
-        """Return whether each run of ours is equal to the run without Megatron Swap that it was compared with."""
-        rows = [self.results.suites.get(suite, []) for suite in suites]
-        return [run.is_equal for part in rows for run in tables.equal_to_plain(part)]
-
-    # ------------------------------------------------------------------------------------------ memory and time
+        found = {
+            place: [run.is_equal for suite in suites for run in tables.equal_to_plain(self.rows(suite))]
+            for place, suites in places.items()
+        }
+        return _table([pair for pair in found.items() if pair[1]], {
+            "where": lambda pair: pair[0],
+            "runs compared": lambda pair: len(pair[1]),
+            "equal": lambda pair: sum(pair[1]),
+        })  # fmt: skip
 
     @property
     def planned(self) -> list[tuple[str, Table]]:
         """Return a title and the table of planned runs and the best other methods, model by model."""
-        found = []
-        for case in PLANNER_MODELS:
-            if rows := self.case("h200-planner", case):
-                found.append((f"{names.model(rows[0])} [{case}]", methods_table(planned_shown(rows), rows)))
-        return found
+        cases = {case: rows for case in PLANNER_MODELS if (rows := self.case("h200-planner", case))}
+        return [
+            (f"{names.model(rows[0])} [{case}]", methods_table(planned_shown(rows), rows))
+            for case, rows in cases.items()
+        ]
 
     @property
     def by_flags(self) -> Table | None:
@@ -81,7 +84,7 @@ class Brief:
     def _side_by_side(self, suite: str, cases: Sequence[str]) -> Table | None:
         """Build one table of several models, a method a line; peaks are allocated and (reserved) memory."""
         found = {case: rows for case in cases if (rows := self.case(suite, case))}
-        ordered = [row for rows in found.values() for row in compare.by_peak(rows) if row["outcome"] == "ok"]
+        ordered = [row for rows in found.values() for row in by_peak(rows) if row["outcome"] == "ok"]
         head = ["method"]
         for case, rows in found.items():
             head += [f"{names.model(rows[0])} [{case}]: GPU GiB", "× step"]
@@ -90,9 +93,8 @@ class Brief:
             line = [label]
             for rows in found.values():
                 row = next((row for row in rows if row["method"] == method and row["outcome"] == "ok"), None)
-                none = _none(rows)
                 line += [ABSENT, ABSENT] if row is None else [
-                    f"{_gib(peak_gib(row))} ({_gib(row['device_reserved_gib'])})", _times(row, none)
+                    f"{_gib(peak_gib(row))} ({_gib(row['device_reserved_gib'])})", _times(row, _none(rows))
                 ]  # fmt: skip
             lines.append(line)
         return Table(head, lines) if lines else None
@@ -100,60 +102,59 @@ class Brief:
     @property
     def other_models(self) -> Table | None:
         """Build the table of runs of a mixture of experts and of changing lengths that plan themselves."""
-        lines = []
-        for case in OTHER_MODELS:
-            rows = self.case("h200-planner", case)
-            none = _none(rows)
-            lines += [
-                [f"{names.model(row)} [{case}]", names.gib(row["budget_gib"]), _gib(peak_gib(row)),
-                 _gib(None if none is None else peak_gib(none)), _times(row, none)]
-                for row in compare.by_peak(rows)
-                if row["outcome"] == "ok" and row["budget_gib"] is not None and not names.is_plan_file(row)
-            ]  # fmt: skip
-        head = ["model", "**auto**: budget GiB", "GPU GiB", "without offload", "× step"]
-        return Table(head, lines) if lines else None
+        cases = {case: self.case("h200-planner", case) for case in OTHER_MODELS}
+        found = [
+            (row, _none(rows)) for rows in cases.values() for row in by_peak(rows)
+            if row["outcome"] == "ok" and row["budget_gib"] is not None and not names.is_plan_file(row)
+        ]  # fmt: skip
+        return _table(found, {
+            "model": lambda pair: f"{names.model(pair[0])} [{pair[0]['case']}]",
+            "**auto**: budget GiB": lambda pair: names.gib(pair[0]["budget_gib"]),
+            "GPU GiB": lambda pair: _gib(peak_gib(pair[0])),
+            "without offload": lambda pair: _gib(None if pair[1] is None else peak_gib(pair[1])),
+            "× step": lambda pair: _times(*pair),
+        })  # fmt: skip
 
     @property
     def prediction(self) -> dict[str, str] | None:
         """Return how many planned runs kept their budget, and the largest errors of peak and step time."""
-        rows = [*self.results.suites.get("h200-planner", []), *self.results.suites.get("h200-optimizer", [])]
-        points = [point for found in compare.cases(rows).values() for point in planner.points(found)]
-        if not points:
-            return None
+        cases = by_case(self.rows("h200-planner", "h200-optimizer"))
+        points = [point for rows in cases.values() for point in planner.points(rows)]
         return {
             "num": str(len(points)), "num_within": str(sum(bool(point.is_within) for point in points)),
             "peak": cell_share(planner.largest([point.peak_error for point in points])),
             "step": cell_share(planner.largest([point.step_error for point in points])),
-        }  # fmt: skip
-
-    # ------------------------------------------------------------------------------------------ optimizer, size
+        } if points else None  # fmt: skip
 
     @property
     def optimizer(self) -> tuple[str, Table] | None:
         rows = self.case("h200-optimizer", "8b")
         if not rows:
             return None
-        lines = [
-            [_label(row), _gib(peak_gib(row)), _gib(row["host_peak_gib"]), cell_number(row["tokens_per_s"])]
-            if row["outcome"] == "ok" else [_label(row), outcome(row), ABSENT, ABSENT]
-            for row in compare.by_peak(rows)
-        ]  # fmt: skip
-        done = next(row for row in rows if row["num_params"])
-        return f"{names.model(done)} [8b]", Table(["method", "GPU GiB", "host GiB", "tokens/s"], lines)
+        table = Table.of(by_peak(rows), {
+            "method": _label,
+            "GPU GiB": lambda row: _gib(peak_gib(row)) if row["outcome"] == "ok" else outcome(row),
+            "host GiB": lambda row: _gib(row["host_peak_gib"]) if row["outcome"] == "ok" else None,
+            "tokens/s": lambda row: cell_number(row["tokens_per_s"]) if row["outcome"] == "ok" else None,
+        })  # fmt: skip
+        return f"{names.model(next(row for row in rows if row['num_params']))} [8b]", table
 
     @property
     def sweep(self) -> Table | None:
         """Build the table of the largest model by method."""
         rows = [row for row in self.results.sweeps.get("h200-depth", []) if row["method"] in SWEPT]
-        lines = []
-        for found in sweep_table.largest_by_method(rows):
-            row = found.best
-            if row is not None:
-                size = f"{names.billions(sweep_table.params_of(row))}, {row['value']}"
-                disk = f" + {row['disk_peak_gib']:.0f} disk" if row["disk_peak_gib"] else ""
-                host = f"{row['host_peak_gib']:.0f}{disk}"
-                lines.append([_label(row), size, cell_number(row["tokens_per_s"]), host])
-        return Table(["method", "parameters, layers", "tokens/s", "host GiB"], lines) if lines else None
+        best = [one.best for one in sweep_table.largest_by_method(rows) if one.best is not None]
+
+        def host(row: Row) -> str:
+            disk = f" + {row['disk_peak_gib']:.0f} disk" if row["disk_peak_gib"] else ""
+            return f"{row['host_peak_gib']:.0f}{disk}"
+
+        return _table(best, {
+            "method": _label,
+            "parameters, layers": lambda row: f"{names.billions(sweep_table.params_of(row))}, {row['value']}",
+            "tokens/s": lambda row: cell_number(row["tokens_per_s"]),
+            "host GiB": host,
+        })  # fmt: skip
 
     @property
     def sequences(self) -> str | None:
@@ -170,81 +171,71 @@ class Brief:
         length = names.model({**row, "num_params": None, "params": None})
         return f"hidden size {int(value(row, '--hidden-size') or 0):,}, {length}"
 
-    # ------------------------------------------------------------------------------------------ guard, traces
-
     @property
     def guard(self) -> Table | None:
         """Build the table of runs on one GPU, undisturbed, that do not fit without the guard or a plan."""
-        rows = guard.guarded(self.results.suites.get("prove-equality", []))
-        lines = []
-        for row in rows:
-            if row.get("held_gib") or row["command"] != rows[0]["command"]:
-                continue
-            saved = _gib(row.get("saved_peak_gib") or None)
-            step = ABSENT if row["step_ms_median"] is None else f"{row['step_ms_median'] / 1e3:.1f}"
-            rescues = ABSENT if row["outcome"] != "ok" else cell_number(row["num_rescues"])
-            what = _guard_label(row)
-            lines.append([what, "trains" if row["outcome"] == "ok" else outcome(row), saved, rescues, step])
-        head = ["run", "outcome", "saved tensors GiB", "rescues", "s/step"]
-        return Table(head, lines) if lines else None
+        rows = guard.guarded(self.rows("prove-equality"))
+        alone = [row for row in rows if not row.get("held_gib") and row["command"] == rows[0]["command"]]
+        return _table(alone, {
+            "run": _guard_label,
+            "outcome": lambda row: "trains" if row["outcome"] == "ok" else outcome(row),
+            "saved tensors GiB": lambda row: _gib(row.get("saved_peak_gib") or None),
+            "rescues": lambda row: cell_number(row["num_rescues"]) if row["outcome"] == "ok" else None,
+            "s/step": lambda row: None if row["step_ms_median"] is None else cell_ms(row["step_ms_median"] / 1e3),
+        })  # fmt: skip
 
     @property
     def guard_is_equal(self) -> bool:
         """Return whether all guarded runs that train have the losses, norms and weights of their reference."""
-        rows = guard.guarded(self.results.suites.get("prove-equality", []))
+        rows = guard.guarded(self.rows("prove-equality"))
         return all(line[-1].startswith(("yes", "reference", ABSENT)) for line in guard.table(rows).rows)
 
     @property
     def guard_model(self) -> str:
-        rows = guard.guarded(self.results.suites.get("prove-equality", []))
-        done = next((row for row in rows if row["outcome"] == "ok"), None)
+        done = next((row for row in guard.guarded(self.rows("prove-equality")) if row["outcome"] == "ok"), None)
         return "" if done is None else f"{names.model(done)} [{_case_of(done)}]"
 
     @property
     def traces(self) -> Table | None:
-        lines = [
-            [group.subject, profile.profiler, cell_number(_num_checks(profile.findings)),
-             cell_number(len(profile.findings["violations"])), cell_share(profile.findings["hidden_share"])]
-            for group in self._groups for profile in group.profiles
-        ]  # fmt: skip
-        return Table(["traced run", "profiler", "checks", "violations", "copy time hidden"], lines) if lines else None
-
-    @property
-    def _groups(self) -> list[Group]:
-        return self.results.profiles
+        return _table([profile for group in self.results.profiles for profile in group.profiles], {
+            "traced run": lambda profile: profile.subject,
+            "profiler": lambda profile: profile.profiler,
+            "checks": lambda profile: cell_number(num_checks(profile.findings)),
+            "violations": lambda profile: cell_number(len(profile.findings["violations"])),
+            "copy time hidden": lambda profile: cell_share(profile.findings["hidden_share"]),
+        })  # fmt: skip
 
     @property
     def examples(self) -> Table | None:
         """Build the table of the models that are not Megatron's."""
-        lines = [_example(one) for one in self.results.examples]
-        return Table(["script", "GPU GiB: plain", "swapped", "ms a step: plain", "swapped"], lines) if lines else None
-
-    # ------------------------------------------------------------------------------------------ where others win
+        table = _table(self.results.examples, {
+            "script": lambda one: f"`{one.script}`",
+            "GPU GiB: plain": lambda one: _gib(one.plain[1]),
+            "swapped": lambda one: _gib(one.swapped[1]),
+            "ms a step: plain": lambda one: cell_number(one.plain[0]),
+            "swapped ": lambda one: cell_number(one.swapped[0]),
+        })  # fmt: skip
+        return None if table is None else Table([title.strip() for title in table.head], table.rows)
 
     @property
     def better(self) -> Table | None:
         """Build the table of the other methods that beat all of our points within the same memory: one a model."""
         found = []
-        for _, rows in self._benchmarks():
-            lost = [(loss.ratio, loss) for loss in compare.losses(rows) if loss.ours is not None and loss.ratio]
-            found += [max(lost, key=lambda pair: pair[0])] if lost else []
-        lines = []
-        for ratio, loss in sorted(found, key=lambda pair: -pair[0])[:NUM_WORST]:
-            assert loss.ours is not None
-            other, ours = loss.baseline, loss.ours
-            lines.append([
-                names.model(other), _gib(peak_gib(other)), names.method(other), _label(ours), f"{ratio:.2f}",
-            ])  # fmt: skip
-        head = ["model", "GPU GiB", "faster", "our fastest", "by ×"]
-        return Table(head, lines) if lines else None
+        for rows in self._benchmarks():
+            lost = [loss for loss in compare.losses(rows) if loss.ours is not None]
+            found += [max(lost, key=lambda loss: loss.ratio)] if lost else []
+        return _table(sorted(found, key=lambda loss: -loss.ratio)[:NUM_WORST], {
+            "model": lambda loss: names.model(loss.baseline),
+            "GPU GiB": lambda loss: _gib(peak_gib(loss.baseline)),
+            "faster": lambda loss: names.method(loss.baseline),
+            "our fastest": lambda loss: _label(loss.ours or {}),
+            "by ×": lambda loss: f"{loss.ratio:.2f}",
+        })  # fmt: skip
 
     @property
     def worst(self) -> dict[str, str] | None:
         """Return our point that another method beats by most within the same memory."""
-        lost = [
-            duel for _, rows in self._benchmarks() for duel in compare.duels(rows)
-            if duel.faster is compare.Faster.BASELINE
-        ]  # fmt: skip
+        lost = [duel for duel in self._duels() if duel.faster is compare.Faster.BASELINE]
         if not lost:
             return None
         duel = max(lost, key=lambda duel: duel.ratio or 1.0)
@@ -258,31 +249,32 @@ class Brief:
     def tally(self) -> dict[str, int] | None:
         """Count our points by which side is faster within the same memory; ``alone``: no other method fits."""
         found = {"points": 0, "ours": 0, "baseline": 0, "neither": 0, "alone": 0}
-        for _, rows in self._benchmarks():
-            for duel in compare.duels(rows):
-                found["points"] += 1
-                found[duel.faster.value if duel.faster else "alone"] += 1
+        for duel in self._duels():
+            found["points"] += 1
+            found[duel.faster.value if duel.faster else "alone"] += 1
         return found if found["points"] else None
 
     @property
     def below(self) -> list[str]:
         """Return, model by model, the other methods that need less memory than all of ours."""
         found = []
-        for _, rows in self._benchmarks():
-            mine = min((compare.peak(row) for row in compare.points(rows) if is_ours(row)), default=None)
+        for rows in self._benchmarks():
+            mine = min((peak(row) for row in points(rows) if is_ours(row)), default=None)
             under = [loss.baseline for loss in compare.losses(rows) if loss.ours is None]
             if mine is not None and under:
                 others = ", ".join(f"{names.method(row)} {_gib(peak_gib(row))}" for row in under)
                 found.append(f"{names.model(rows[0])}: {others}; ours {_gib(mine)} GiB")
         return found
 
-    def _benchmarks(self) -> list[tuple[str, list[Row]]]:
-        """Return the cases with other methods beside ours, by suite."""
-        wanted = ("h200-dense", "h200-long-context", "h200-planner", "h200-optimizer")
-        return [
-            (case, rows) for suite in wanted for case, rows in compare.cases(self.results.suites.get(suite, [])).items()
-            if any(not is_ours(row) and row["method"] not in (NONE, REPEAT) for row in rows)
-        ]  # fmt: skip
+    def _benchmarks(self) -> list[list[Row]]:
+        """Return the rows of each case with other methods beside ours."""
+        cases = [rows for suite in BENCHMARKS for rows in by_case(self.rows(suite)).values()]
+        is_other = lambda row: not is_ours(row) and row["method"] not in (NONE, REPEAT)  # noqa: E731
+        return [rows for rows in cases if any(map(is_other, rows))]
+
+    def _duels(self) -> Iterator[compare.Duel]:
+        for rows in self._benchmarks():
+            yield from compare.duels(rows)
 
     @property
     def machine(self) -> str:
@@ -298,9 +290,9 @@ def planned_shown(rows: Sequence[Row]) -> list[Row]:
     """
     rows = comparable(rows)
     others = [row for row in rows if not is_ours(row) and row["method"] != REPEAT]
-    best = compare.on_frontier(others)
-    offloads = [row for row in compare.points(others) if "offload" in row["method"] and "recompute" in row["method"]]
-    nearest = min(offloads, key=compare.peak, default=None)
+    best = on_frontier(others)
+    offloads = [row for row in points(others) if "offload" in row["method"] and "recompute" in row["method"]]
+    nearest = min(offloads, key=peak, default=None)
     return [
         row for row in rows
         if row in best or row is nearest or (row.get("budget_gib") is not None and not names.is_plan_file(row))
@@ -310,11 +302,16 @@ def planned_shown(rows: Sequence[Row]) -> list[Row]:
 def methods_table(shown: Sequence[Row], rows: Sequence[Row]) -> Table:
     """Build the table of some runs of one case: method, memory, step time."""
     none = _none(rows)
-    lines = [
-        [_label(row), _gib(peak_gib(row)), cell_number(row["step_ms_median"]), _times(row, none)]
-        for row in compare.by_peak(shown) if row["outcome"] == "ok"
-    ]  # fmt: skip
-    return Table(["method", "GPU GiB", "step ms", "× step"], lines)
+    return Table.of([row for row in by_peak(shown) if row["outcome"] == "ok"], {
+        "method": _label,
+        "GPU GiB": lambda row: _gib(peak_gib(row)),
+        "step ms": lambda row: cell_number(row["step_ms_median"]),
+        "× step": lambda row: _times(row, none),
+    })  # fmt: skip
+
+
+def _table[Item](items: Sequence[Item], columns: dict[str, Callable[[Item], object]]) -> Table | None:
+    return Table.of(items, columns) if items else None
 
 
 def _none(rows: Sequence[Row]) -> Row | None:
@@ -326,11 +323,11 @@ def _label(row: Row) -> str:
 
 
 def _times(row: Row, none: Row | None) -> str:
-    return ABSENT if none is None else f"{row['step_ms_median'] / none['step_ms_median']:.2f}"
+    return cell(None if none is None else row["step_ms_median"] / none["step_ms_median"], ".2f")
 
 
 def _gib(found: float | None) -> str:
-    return ABSENT if found is None else f"{found:.1f}"
+    return cell(found, ".1f")
 
 
 def _guard_label(row: Row) -> str:
@@ -342,14 +339,3 @@ def _guard_label(row: Row) -> str:
 def _case_of(row: Row) -> str:
     found = re.search(r"--case (\S+)", row["command"])
     return found[1] if found else str(row["case"])
-
-
-def _num_checks(findings: dict[str, object]) -> int:
-    checks = findings["checks"]
-    assert isinstance(checks, dict)
-    return sum(check["num_checked"] for check in checks.values())
-
-
-def _example(one: Example) -> list[str]:
-    plain, swapped = one.plain, one.swapped
-    return [f"`{one.script}`", f"{plain[1]:.1f}", f"{swapped[1]:.1f}", f"{plain[0]:.0f}", f"{swapped[0]:.0f}"]

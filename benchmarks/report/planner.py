@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.flags import is_ours, is_planned, value
-from benchmarks.report import compare
-from benchmarks.report.tables import name
-from benchmarks.report.text import ABSENT, Table, cell_gib, cell_ms, cell_number, cell_ratio, cell_signed_share
 from benchmarks.rows import Row, peak_gib
 from benchmarks.runner.planning import PLAN_FLAG
-from benchmarks.suites import losses
+from benchmarks.suites import losses, ranking
+from benchmarks.suites.table import name
+from benchmarks.table import ABSENT, Table, cell_gib, cell_ms, cell_number, cell_ratio, cell_signed_share
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,20 @@ class Point:
         path = value(self.row, PLAN_FLAG)
         return f"`{Path(path).name}`" if path else "found in the run"
 
+    def times_none(self, row: Row | None) -> float | None:
+        """Return the step time of ``row`` over that of the unswapped run."""
+        known = self.none is not None and row is not None
+        return float(row["step_ms_median"] / self.none["step_ms_median"]) if known else None  # type: ignore[index]
+
 
 def points(rows: Sequence[Row]) -> list[Point]:
     """Return the successful planned runs of one case, from the largest budget to the smallest."""
     planned = [row for row in rows if row["outcome"] == "ok" and row["budget_gib"] is not None]
-    none = next((row for row in compare.points(rows) if row["method"] == "none"), None)
-    baselines = [row for row in losses.comparable(rows) if not is_ours(row) and not _saves_nothing(row)]
+    none = next((row for row in ranking.points(rows) if row["method"] == "none"), None)
+    saving = [row for row in losses.comparable(rows) if row["method"] not in ("none", losses.REPEAT)]
+    baselines = [row for row in saving if not is_ours(row)]
     ordered = sorted(planned, key=lambda row: (-row["budget_gib"], row["method"]))
-    return [Point(row, none, compare.fastest_within(baselines, row["budget_gib"])) for row in ordered]
+    return [Point(row, none, ranking.fastest_within(baselines, row["budget_gib"])) for row in ordered]
 
 
 def failed(rows: Sequence[Row]) -> list[Row]:
@@ -69,39 +74,32 @@ def failed(rows: Sequence[Row]) -> list[Row]:
 
 def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
     """Build the table of planned runs. ``rows``: all rows of the case, from which the noise of losses is estimated."""
-    head = [
-        "our point", "plan", "budget GiB", "peak GiB: predicted", "measured", "error", "within budget",
-        "step ms: predicted", "measured", "error", "× none", "best baseline within the budget", "its × none",
-        "re-plans", "losses",
-    ]  # fmt: skip
-    after = head.index("× none")
-    has_bounds = any(point.above_bound is not None for point in found)
-    if has_bounds:
-        head[after:after] = ["no plan below, ms", "measured above it"]
     noise = losses.loss_noise(rows)
-    lines = []
-    for point in found:
-        row, baseline = point.row, point.baseline
-        lines.append([
-            name(row),
-            point.plan,
-            cell_gib(row["budget_gib"]),
-            cell_gib(row["predicted_peak_gib"]),
-            cell_gib(peak_gib(row)),
-            cell_signed_share(point.peak_error),
-            {None: ABSENT, True: "yes", False: "**no**"}[point.is_within],
-            cell_ms(row["predicted_step_ms"]),
-            cell_ms(row["step_ms_median"]),
-            cell_signed_share(point.step_error),
-            cell_ratio(_ratio(row, point.none)),
-            "no baseline fits" if baseline is None else str(baseline["method"]),
-            cell_ratio(None if baseline is None else _ratio(baseline, point.none)),
-            cell_number(row["num_replans"]),
-            losses.cell(row, noise) or ABSENT,
-        ])  # fmt: skip
-        if has_bounds:
-            lines[-1][after:after] = [cell_ms(row.get("lower_bound_ms")), cell_signed_share(point.above_bound)]
-    return Table(head, lines)
+    within = {None: ABSENT, True: "yes", False: "**no**"}
+    bounds: dict[str, Callable[[Point], object]] = {
+        "no plan below, ms": lambda point: cell_ms(point.row.get("lower_bound_ms")),
+        "measured above it": lambda point: cell_signed_share(point.above_bound),
+    }
+    table = Table.of(found, {
+        "our point": lambda point: name(point.row),
+        "plan": lambda point: point.plan,
+        "budget GiB": lambda point: cell_gib(point.row["budget_gib"]),
+        "peak GiB: predicted": lambda point: cell_gib(point.row["predicted_peak_gib"]),
+        "measured": lambda point: cell_gib(peak_gib(point.row)),
+        "error": lambda point: cell_signed_share(point.peak_error),
+        "within budget": lambda point: within[point.is_within],
+        "step ms: predicted": lambda point: cell_ms(point.row["predicted_step_ms"]),
+        "measured ": lambda point: cell_ms(point.row["step_ms_median"]),
+        "error ": lambda point: cell_signed_share(point.step_error),
+        **(bounds if any(point.above_bound is not None for point in found) else {}),
+        "× none": lambda point: cell_ratio(point.times_none(point.row)),
+        "best baseline within the budget":
+            lambda point: "no baseline fits" if point.baseline is None else point.baseline["method"],
+        "its × none": lambda point: cell_ratio(point.times_none(point.baseline)),
+        "re-plans": lambda point: cell_number(point.row["num_replans"]),
+        "losses": lambda point: losses.cell(point.row, noise),
+    })  # fmt: skip
+    return Table([title.strip() for title in table.head], table.rows)
 
 
 def largest(errors: Sequence[float | None]) -> float | None:
@@ -109,13 +107,5 @@ def largest(errors: Sequence[float | None]) -> float | None:
     return max((abs(error) for error in errors if error is not None), default=None)
 
 
-def _saves_nothing(row: Row) -> bool:
-    return row["method"] in ("none", losses.REPEAT)
-
-
 def _error(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or measured is None else predicted / measured - 1.0
-
-
-def _ratio(row: Row, none: Row | None) -> float | None:
-    return None if none is None else float(row["step_ms_median"] / none["step_ms_median"])

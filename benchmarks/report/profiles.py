@@ -5,22 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from benchmarks.report.text import Table, cell_gib, cell_ms, cell_number, cell_share
-from benchmarks.rows import GIB
-from benchmarks.stamp import stamp_of
-from benchmarks.traces.checks import UNJUDGED
+from benchmarks.pictures import digest_of
+from benchmarks.table import Table, cell_number
+from benchmarks.traces import tables
+from benchmarks.traces.tables import PROFILERS, Findings
+from megatron.swap.common.layer_ranges import format_ranges
 
-Findings = dict[str, Any]
-PROFILERS = {"nsys": "Nsight Systems", "kineto": "torch.profiler"}
-NUM_GAPS = 5
 NUM_LISTED = 10
 """At most this many violations and mismatches are listed; the tables count all."""
-WAYS = {"out": "copies out", "in": "copies in"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,7 @@ class Profile:
 
     @property
     def profiler(self) -> str:
-        emulation = ", emulated device" if self.findings["emulated"] else ""
-        return f"{PROFILERS[self.findings['format']]}{emulation}"
+        return tables.profiler(self.findings)
 
     @property
     def worst_violations(self) -> list[dict[str, Any]]:
@@ -51,6 +47,29 @@ class Profile:
         words = self.folder.name.split("-profile-", 1)[1].split("-")
         return "-".join(word for word in words if word not in ("nsys", "torch", "kineto")) or "run"
 
+    @property
+    def pictures(self) -> list[Path]:
+        """Return the pictures of a step beside the findings."""
+        return sorted(self.folder.glob("step*.png"))
+
+    @property
+    def stale_pictures(self) -> list[Path]:
+        """Return pictures that were drawn from other findings; one without a digest cannot be checked."""
+        digest = hashlib.sha256((self.folder / "findings.json").read_bytes()).hexdigest()
+        return [path for path in self.pictures if digest_of(path) not in (None, digest)]
+
+    @property
+    def about(self) -> str | None:
+        """Return device, layers, command, commit and versions of the run, as far as they are known."""
+        parts = []
+        if self.summary is not None:
+            swapped = format_ranges(self.summary["swapped_layers"], ", ") or "none"
+            parts.append(f"{self.summary['device']}, {self.summary['num_layers']} layers, swapped: {swapped}")
+        if (made_by := self.findings.get("about")) is not None:
+            versions = ", ".join(f"{name} {version}" for name, version in made_by["versions"].items() if version)
+            parts.append(f"`{made_by['command']}` at commit {made_by['commit'][:7]}; {versions}")
+        return "; ".join(parts) or None
+
 
 @dataclass(frozen=True)
 class Group:
@@ -58,6 +77,10 @@ class Group:
 
     subject: str
     profiles: list[Profile]
+
+    @property
+    def findings(self) -> list[Findings]:
+        return [profile.findings for profile in self.profiles]
 
     @property
     def is_paired(self) -> bool:
@@ -69,17 +92,18 @@ class Group:
         counted = [_counted(profile.findings) for profile in self.profiles]
         return [name for name in counted[0] if any(other[name] != counted[0][name] for other in counted[1:])]
 
+    @property
+    def findings_table(self) -> Table:
+        return tables.findings_table(self.findings)
+
 
 def read_profiles(results: Path) -> list[Group]:
     """Read every folder with findings, grouped by subject, Nsight Systems first."""
     groups: dict[str, list[Profile]] = {}
     for path in sorted(results.glob("*-profile-*/findings.json")):
         summary = path.with_name("run.json")
-        profile = Profile(
-            path.parent,
-            json.loads(path.read_text()),
-            json.loads(summary.read_text()) if summary.exists() else None,
-        )
+        kept = json.loads(summary.read_text()) if summary.exists() else None
+        profile = Profile(path.parent, json.loads(path.read_text()), kept)
         groups.setdefault(profile.subject, []).append(profile)
     for profiles in groups.values():
         profiles.sort(key=lambda profile: list(PROFILERS).index(profile.findings["format"]))
@@ -97,142 +121,24 @@ def _counted(findings: Findings) -> dict[str, Any]:
     }
 
 
-def findings_table(group: Group) -> Table:
-    """Build the table of findings, one column per profiler."""
-    columns = [profile.findings for profile in group.profiles]
-    rows = [
-        ["steps traced", *(cell_number(len(found["steps"])) for found in columns)],
-        ["ordering checks made", *(cell_number(_num_checks(found)) for found in columns)],
-        ["violations", *(cell_number(len(found["violations"])) for found in columns)],
-        ["counts and bytes equal to the run's summary", *(_matches(found) for found in columns)],
-        ["storages copied out", *(cell_number(found["storages"]["num_copied_out"]) for found in columns)],
-        ["of them overtaken by backward", *(cell_number(found["storages"]["num_overtaken"]) for found in columns)],
-        [
-            "of them kept: memory still referenced elsewhere",
-            *(cell_number(found["storages"]["num_stayed"]) for found in columns),
-        ],
-        *(
-            [f"reuse not judged: {text}", *(cell_number(found["reuse_not_judged"][why]) for found in columns)]
-            for why, text in UNJUDGED.items()
-        ),
-        ["reloaded late", *(cell_number(found["storages"]["num_late"]) for found in columns)],
-    ]
-    for way, name in WAYS.items():
-        links = [found["link"][way] for found in columns]
-        rows += [
-            [f"{name}: number", *(cell_number(link["num_copies"]) for link in links)],
-            [f"{name}: GiB", *(cell_gib(link["num_bytes"] / GIB) for link in links)],
-            [f"{name}: GB/s while copying", *(cell_ms(link["gb_per_s"]) for link in links)],
-            [f"{name}: share of the steps' time", *(cell_share(link["busy_share"]) for link in links)],
-            [f"{name}: hidden under compute", *(cell_share(link["hidden_share"]) for link in links)],
-            [
-                f"{name}: hidden, predicted",
-                *(cell_share(found["predicted_hidden_share"][way]) for found in columns),
-            ],
-        ]
-    rows += [
-        ["all copies: hidden under compute", *(cell_share(found["hidden_share"]) for found in columns)],
-        ["compute stalled by copies, ms a step", *(cell_ms(_a_step(found, "stalled_ms")) for found in columns)],
-    ]
-    return Table(["", *(profile.profiler for profile in group.profiles)], rows)
-
-
-def time_table(group: Group) -> Table:
-    """Build the table of where an average traced step's time goes."""
-    columns = [profile.findings for profile in group.profiles]
-    peaks = [max((step["peak_memory_bytes"] or 0 for step in found["steps"]), default=0) for found in columns]
-    rows = [
-        ["step", *(cell_ms(_a_step(found, "duration_ms")) for found in columns)],
-        ["compute busy", *(cell_ms(_a_step(found, "compute_busy_ms")) for found in columns)],
-        ["compute stalled by copies", *(cell_ms(_a_step(found, "stalled_ms")) for found in columns)],
-        ["compute idle otherwise (host, launch gaps)", *(cell_ms(_rest_ms(found)) for found in columns)],
-        ["copies out running", *(cell_ms(_a_step(found, "d2h_ms")) for found in columns)],
-        ["copies in running", *(cell_ms(_a_step(found, "h2d_ms")) for found in columns)],
-        ["peak memory in the traced steps, GiB", *(cell_gib(peak / GIB if peak else None) for peak in peaks)],
-    ]
-    return Table(["ms a step", *(profile.profiler for profile in group.profiles)], rows)
-
-
-def gaps_table(profile: Profile) -> Table:
-    """Build the table of the largest gaps of compute and their causes."""
-    rows = [
-        [cell_number(gap["step"]), cell_ms(gap["ms"]), cell_ms(gap["stalled_ms"]), f"`{gap['owner']}`"]
-        for gap in profile.findings["gaps"][:NUM_GAPS]
-    ]
-    return Table(["step", "gap, ms", "of it waiting for copies, ms", "cause"], rows)
-
-
-def about(profile: Profile) -> str | None:
-    """Return device, layers, command, commit and versions of the run, as far as they are known."""
-    parts = []
-    if profile.summary is not None:
-        swapped = _ranges(profile.summary["swapped_layers"])
-        parts.append(f"{profile.summary['device']}, {profile.summary['num_layers']} layers, swapped: {swapped}")
-    if (made_by := profile.findings.get("about")) is not None:
-        versions = ", ".join(f"{name} {version}" for name, version in made_by["versions"].items() if version)
-        parts.append(f"`{made_by['command']}` at commit {made_by['commit'][:7]}; {versions}")
-    return "; ".join(parts) or None
-
-
-def pictures(profile: Profile) -> list[Path]:
-    """Return the pictures of a step beside the findings, the whole step first."""
-    return sorted(profile.folder.glob("step*.png"))
-
-
-def stale_pictures(profile: Profile) -> list[Path]:
-    """Return pictures that were drawn from other findings; one without a digest cannot be checked."""
-    digest = hashlib.sha256((profile.folder / "findings.json").read_bytes()).hexdigest()
-    return [path for path in pictures(profile) if stamp_of(path) not in (None, digest)]
-
-
-def steps_traced(groups: list[Group]) -> list[int]:
+def steps_traced(groups: Sequence[Group]) -> list[int]:
     """Return the distinct numbers of traced steps."""
     return sorted({len(profile.findings["steps"]) for group in groups for profile in group.profiles})
 
 
-def sources_table(groups: list[Group], folder: str) -> Table:
+def sources_table(groups: Sequence[Group], folder: str) -> Table:
     """Build the table of traces: folder, profiler, machine, commit."""
-    lines = []
-    for group in groups:
-        for profile in group.profiles:
-            made_by = profile.findings.get("about") or {}
-            name = profile.folder.name
-            gpu = (made_by.get("machine") or {}).get("gpu", "unknown")
-            lines.append([
-                f"[{name}]({folder}/{name})", profile.profiler, cell_number(len(profile.findings["steps"])), gpu,
-                (made_by.get("commit") or "")[:7] or "unknown",
-            ])  # fmt: skip
-    return Table(["trace", "profiler", "steps", "machine", "commit"], lines)
 
+    def about(profile: Profile) -> dict[str, Any]:
+        return profile.findings.get("about") or {}
 
-def _ranges(numbers: list[int]) -> str:
-    """Format layer numbers as in ``0-3, 7``."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found) or "none"
-
-
-def _num_checks(findings: Findings) -> int:
-    return sum(check["num_checked"] for check in findings["checks"].values())
-
-
-def _matches(findings: Findings) -> str:
-    if not findings["compared_with_summary"]:
-        return "not compared"
-    return "yes" if not findings["mismatches"] else f"mismatches: {len(findings['mismatches'])}"
-
-
-def _a_step(findings: Findings, name: str) -> float:
-    return fmean(step[name] for step in findings["steps"])
-
-
-def _rest_ms(findings: Findings) -> float:
-    rest = _a_step(findings, "duration_ms") - _a_step(findings, "compute_busy_ms") - _a_step(findings, "stalled_ms")
-    return max(0.0, rest)
+    return Table.of([profile for group in groups for profile in group.profiles], {
+        "trace": lambda profile: f"[{profile.folder.name}]({folder}/{profile.folder.name})",
+        "profiler": lambda profile: profile.profiler,
+        "steps": lambda profile: cell_number(len(profile.findings["steps"])),
+        "machine": lambda profile: (about(profile).get("machine") or {}).get("gpu", "unknown"),
+        "commit": lambda profile: (about(profile).get("commit") or "")[:7] or "unknown",
+    })  # fmt: skip
 
 
 def anchor(text: str) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import profiles, sweeps
+from benchmarks.report import profiles
 from benchmarks.report.selection import VERIFIED, current
-from benchmarks.rows import Row, read_rows
+from benchmarks.rows import Row, check_sweep_row, is_sweep, read_rows
 
 ASIDE = "again"
 """A result file with this word in its name repeats single runs on another day; it is left out of the report."""
@@ -22,7 +22,7 @@ PRINTED = re.compile(r"(\d+) ms a step, ([\d.]+) GiB of the GPU")
 
 @dataclass(frozen=True)
 class Example:
-    """What a script of examples/ printed: milliseconds a step and GiB of the GPU, without swapping and with it."""
+    """Figures that a script of examples/ printed: milliseconds a step and GiB of the GPU, without swapping and with it."""
 
     script: str
     plain: tuple[float, float]
@@ -38,16 +38,19 @@ class Results:
     profiles: list[profiles.Group]
     literature: list[dict[str, Any]]
     examples: list[Example] = field(default_factory=list)
-    suites: dict[str, list[Row]] = field(init=False)
+    suites: dict[str, list[Row]] = field(init=False, default_factory=dict)
     """Rows by suite; ``SUITE, FILE`` for a benchmark whose file is not named after its suite."""
-    sweeps: dict[str, list[Row]] = field(init=False)
+    sweeps: dict[str, list[Row]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        others, self.sweeps = sweeps.split([(name, current(rows)) for name, rows in self.files])
-        self.suites = {}
-        for name, row in others:
+        for name, row in ((name, row) for name, rows in self.files for row in current(rows)):
+            suite = row["suite"]
+            if is_sweep(row):
+                check_sweep_row(row, name)
+                self.sweeps.setdefault(suite, []).append(row)
+                continue
             # Times are compared within one file only: on another day the machine may be another one.
-            suite, has_own = row["suite"], row["suite"].startswith(VERIFIED) or Path(name).stem == row["suite"]
+            has_own = suite.startswith(VERIFIED) or Path(name).stem == suite
             self.suites.setdefault(suite if has_own else f"{suite}, {name}", []).append(row)
 
 
@@ -75,9 +78,8 @@ def _examples(runs: Sequence[dict[str, Any]]) -> list[Example]:
     """Return the pairs of figures that the examples printed: first without swapping, then with it."""
     found = []
     for run in runs:
-        figures = [
-            (float(match[1]), float(match[2])) for line in run["printed"] if (match := PRINTED.search(line)) is not None
-        ]
+        matches = [match for line in run["printed"] if (match := PRINTED.search(line)) is not None]
+        figures = [(float(match[1]), float(match[2])) for match in matches]
         name = Path(run["command"].split()[1]).name
         found += [Example(name, *pair) for pair in zip(figures[::2], figures[1::2], strict=True)]
     return found

@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
-from benchmarks.report.pictures import COLOURS, Picture
-from benchmarks.report.text import ABSENT, Table
+from benchmarks.pictures import COLOURS, Picture, new_figure, tidy
 from benchmarks.soak.meters import grown
+from benchmarks.table import Table
 
 FILES = {"cpu": "cpu-soak", "gpu": "h200-soak"}
 """Device -> the name of its result file and picture, without their endings."""
@@ -41,50 +41,48 @@ def _metrics(rows: list[dict[str, Any]]) -> dict[str, tuple[str, int]]:
 
 def table(soak: dict[str, Any]) -> Table:
     """Build the table: medians of the middle third and of the last, at the phase where they differ most."""
-    metrics = _metrics(soak["rows"])
-    head = ["case", "steps", "rescues", "losses equal", "flat", *(name for name, _ in metrics.values())]
-    lines = []
-    for row in soak["rows"]:
-        changes = {change["metric"]: change for change in row["changes"]}
-        lines.append([
-            row["case"], f"{row['num_steps']:,}",
-            f"{row['num_rescues']:,}" if "num_rescues" in row else ABSENT, "yes" if row["losses_equal"] else "**no**",
-            "**no**" if grown(row) else "yes",
-            *(
-                f"{changes[metric]['middle'] / unit:,.1f} → {changes[metric]['last'] / unit:,.1f}"
-                if unit > 1 else f"{changes[metric]['middle']:,.0f} → {changes[metric]['last']:,.0f}"
-                for metric, (_, unit) in metrics.items()
-            ),
-        ])  # fmt: skip
-    return Table(head, lines)
+
+    def change(row: dict[str, Any], metric: str, unit: int) -> str:
+        found = next(change for change in row["changes"] if change["metric"] == metric)
+        form = ",.1f" if unit > 1 else ",.0f"
+        return f"{format(found['middle'] / unit, form)} → {format(found['last'] / unit, form)}"
+
+    return Table.of(soak["rows"], {
+        "case": lambda row: row["case"],
+        "steps": lambda row: f"{row['num_steps']:,}",
+        "rescues": lambda row: f"{row['num_rescues']:,}" if "num_rescues" in row else None,
+        "losses equal": lambda row: "yes" if row["losses_equal"] else "**no**",
+        "flat": lambda row: "**no**" if grown(row) else "yes",
+        **{
+            name: lambda row, metric=metric, unit=unit: change(row, metric, unit)  # type: ignore[misc]
+            for metric, (name, unit) in _metrics(soak["rows"]).items()
+        },
+    })  # fmt: skip
 
 
 def picture(folder: Path, device: str, soak: dict[str, Any]) -> Picture:
     """Return the picture: each metric over the steps, as a change from its first point."""
     shown = [{"case": row["case"], "curves": row["curves"]} for row in soak["rows"]]
-    return Picture(folder / f"{FILES[device]}.png", shown, lambda target: _draw(shown, target))
+    return Picture(folder / f"{FILES[device]}.png", shown, lambda: _draw(shown))
 
 
-def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+def _draw(rows: list[dict[str, Any]]) -> Figure:
     metrics = _metrics(rows)
     columns = math.ceil(len(metrics) / 2)
-    figure, panels = plt.subplots(2, columns, figsize=(4 * columns, 6.2), dpi=120, layout="constrained")
-    for panel in panels.flat[len(metrics) :]:
-        panel.set_axis_off()
-    for panel, (metric, (name, unit)) in zip(panels.flat, metrics.items(), strict=False):
+    figure = new_figure(4 * columns, 6.2, 120)
+    panels = figure.subplots(2, columns).flat
+    for panel, (metric, (name, unit)) in zip(panels, metrics.items(), strict=False):
         for index, row in enumerate(rows):
-            points = row["curves"][metric]
-            first = points[0][1]
-            values = [(value - first) / unit for _, value in points]
-            panel.plot([step for step, _ in points], values, color=COLOURS[index % len(COLOURS)], lw=1.2,
-                       ls="-" if index < len(COLOURS) else "--", label=row["case"])  # fmt: skip
+            steps, values = zip(*row["curves"][metric], strict=True)
+            style = {"color": COLOURS[index % len(COLOURS)], "ls": "-" if index < len(COLOURS) else "--", "lw": 1.2}
+            panel.plot(steps, [(value - values[0]) / unit for value in values], label=row["case"], **style)
         panel.set_title(name, loc="left", fontsize=10)
         panel.set_xlabel("step", fontsize=9)
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    handles, labels = panels.flat[0].get_legend_handles_labels()
+        tidy(panel)
+    for panel in figure.axes[len(metrics) :]:
+        panel.set_axis_off()
     first_step = min(row["curves"][metric][0][0] for row in rows for metric in metrics)
     figure.suptitle(f"Change since step {first_step} or so", x=0.01, ha="left", fontsize=12, weight="bold")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
+    return figure

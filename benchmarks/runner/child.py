@@ -75,7 +75,9 @@ def main() -> None:
     result_path = Path(sys.argv[2])
     channel = Channel(int(sys.argv[3]) if len(sys.argv) > 3 else None)
     with tempfile.TemporaryDirectory(dir=result_path.parent) as folder:
-        sys.argv = ["pretrain_gpt_swap.py", *request.flags, *_more_flags(request, folder)]
+        summary = Path(folder) / "summary.json"
+        more = ["--swap-summary", str(summary)] if request.has_summary or request.observes else []
+        sys.argv = ["pretrain_gpt_swap.py", *request.flags, *more]
         import torch
 
         import pretrain_gpt_swap
@@ -94,24 +96,12 @@ def main() -> None:
         watch.start()
         with contextlib.suppress(EnoughSteps):
             pretrain_gpt_swap.main()
-        result = watch.result(Path(folder))
+        result = watch.result(summary)
         if os.environ.get("RANK", "0") == "0":
             result_path.write_text(json.dumps(result))
         channel.report("done")
     if channel.is_open:
         leave(0)
-
-
-def _more_flags(request: Request, folder: str) -> list[str]:
-    flags = []
-    if request.has_summary or request.observes:
-        flags += ["--swap-summary", f"{folder}/summary.json"]
-    if request.profile_step:
-        flags += [
-            "--profile", "--use-pytorch-profiler", "--profile-step-start", str(request.profile_step - 1),
-            "--profile-step-end", str(request.profile_step), "--tensorboard-dir", f"{folder}/tensorboard",
-        ]  # fmt: skip
-    return flags
 
 
 def _install_stopwatch(watch: Stopwatch) -> None:

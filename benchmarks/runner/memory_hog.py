@@ -47,9 +47,8 @@ def main(gib: Sequence[float]) -> None:
     """Allocate the given GiB on each GPU and hold them until stdin ends."""
     import torch
 
-    tensors = [
-        torch.empty(int(each * 2**30), dtype=torch.uint8, device=f"cuda:{at}") for at, each in enumerate(gib) if each
-    ]
+    sizes = {f"cuda:{at}": int(each * 2**30) for at, each in enumerate(gib) if each}
+    tensors = [torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()]
     for tensor in tensors:
         torch.cuda.synchronize(tensor.device)
     print(READY, flush=True)

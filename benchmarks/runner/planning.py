@@ -58,11 +58,7 @@ def read_prediction(path: str | Path) -> dict[str, Any]:
 
 
 def stages_text(found: dict[str, Any]) -> str:
-    """Return the stages of a run that searched for its plan, for people: ``profile 1 to 6: …; stable 7 to the end: …``.
-
-    Args:
-        found: as `planning` returns it.
-    """
+    """Return the stages of a run that searched for its plan: ``profile 1 to 6: …; stable 7 to the end: …``."""
     return "; ".join(
         f"{stage['stage']} {stage['first_step']} to {stage['last_step'] or 'the end'}: {stage['note']}"
         for stage in found["stages"]

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+class NotReady(Exception):
+    """A run cannot begin yet; the message says what is missing and where it comes from."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One training run. `flags` are those of pretrain_gpt_swap.py."""
@@ -25,8 +29,6 @@ class Request:
     """Modules that are imported before the run is ready."""
     has_phases: bool = False
     """Time forward and backward on the device too (unswapped runs without recomputation)."""
-    profile_step: int = 0
-    """Trace this step (from 1) with torch.profiler and leave it out of the timed ones; 0: none."""
     has_summary: bool = False
     """Whether to read `--swap-summary` (its observer hooks every saved tensor) and hash the weights."""
     observes: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import statistics
@@ -24,7 +23,6 @@ from benchmarks.runner.schedule import length_at
 from megatron.swap.profiling.observer import PLAIN
 from megatron.swap.profiling.saved_tensor_hooks import HooksContext
 
-LARGE_COPY_BYTES = 256 << 10
 LEAST_TIMED = 2
 
 
@@ -142,14 +140,13 @@ class Stopwatch:
             return False
         return self._ends[-1] - self._ends[warm_up - 1] > limit_s
 
-    def result(self, folder: Path) -> dict[str, Any]:
-        """Return the measurements; `folder` holds the summary and the trace if they were requested."""
+    def result(self, summary: Path) -> dict[str, Any]:
+        """Return the measurements, with the content of the file `summary` if it was requested."""
         from megatron.training.training import num_floating_point_operations
 
         plan, first = self._plan(), self._request.num_warm_up + 1
-        ends = self._ends[:-1] if self._request.profile_step else self._ends
-        timed = [step for step in range(first, len(ends) + 1) if step not in plan["unstable_steps"]]  # from 1
-        timed_ms = [1e3 * (ends[step - 1] - ends[step - 2]) for step in timed]
+        timed = [step for step in range(first, len(self._ends) + 1) if step not in plan["unstable_steps"]]  # from 1
+        timed_ms = [1e3 * (self._ends[step - 1] - self._ends[step - 2]) for step in timed]
         batch, args = self._args.global_batch_size, self._args
         if self._request.sequence_schedule:  # all timed steps have one length
             args = Namespace(**vars(args))
@@ -172,10 +169,7 @@ class Stopwatch:
         }
         if self._request.has_summary:
             found["weights_sha256"] = weights_sha256(self._chunks)
-            summary = folder / "summary.json"
             found["summary"] = json.loads(summary.read_text()) if summary.exists() else None  # the first rank's
-        for trace in folder.rglob("rank-0.json.gz"):
-            found.update(trace_bytes(trace))
         return found
 
     def _plan(self) -> dict[str, Any]:
@@ -239,16 +233,13 @@ class Phases:
 
     def medians(self) -> dict[str, float]:
         """Return the median of each phase in milliseconds, over the last three quarters of the micro-batches."""
-        pairs = {
-            "first_layer_forward_ms": ("start", "first"),
-            "forward_ms": ("start", "forward"),
-            "backward_ms": ("forward", "backward"),
-        }
+        pairs = {"first_layer_forward": ("start", "first"), "forward": ("start", "forward"),
+                 "backward": ("forward", "backward")}  # fmt: skip
         result = {}
         for name, (begin, end) in pairs.items():
             times = [a.elapsed_time(b) for a, b in zip(self._marks[begin], self._marks[end], strict=False)]
             if times:
-                result[name] = statistics.median(times[len(times) // 4 :])
+                result[f"{name}_ms"] = statistics.median(times[len(times) // 4 :])
         return result
 
 
@@ -276,19 +267,6 @@ def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
         "num_late": totals.num_late,
         "wait_ms": totals.wait_ms / num_steps,
     }
-
-
-def trace_bytes(path: Path) -> dict[str, int]:
-    """Return number and bytes of large copies between device and host in a Kineto trace."""
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    totals = {"trace_d2h_bytes": 0, "trace_h2d_bytes": 0, "trace_d2h_copies": 0, "trace_h2d_copies": 0}
-    for event in events:
-        if event.get("cat") == "gpu_memcpy" and event["args"].get("bytes", 0) >= LARGE_COPY_BYTES:
-            for key, tag in (("d2h", "DtoH"), ("h2d", "HtoD")):
-                if tag in event["name"]:
-                    totals[f"trace_{key}_bytes"] += event["args"]["bytes"]
-                    totals[f"trace_{key}_copies"] += 1
-    return totals
 
 
 def weights_sha256(chunks: list[Any]) -> str:

@@ -8,26 +8,19 @@ around ``swap.activations``. Ends with status 1 if a metric grows, or if a loss 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, facts, now
-from benchmarks.runner.launch import CPU_ENVIRONMENT, LONE_RANK
+from benchmarks.machine import facts, now
 from benchmarks.soak import loops, trainer
-from benchmarks.soak.meters import Metrics, changes, curve, grown, read_samples
+from benchmarks.soak.meters import grown
+from benchmarks.soak.process import PLAIN, as_row, run_beside
 from megatron.swap.common.leftovers import own_folder
 from megatron.swap.common.records import write_text
 
-CPU = {**CPU_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
-PLAIN = "--swap-layers none"
 TRAINED = {
     "planned": "--swap-memory-gib 0.0017 --swap-oom-guard --swap-cpu-memory-gib 1 --swap-optimizer 0.5 "
                "--swap-host-gib 0.04 --swap-disk-dir {folder}",
@@ -38,101 +31,26 @@ TRAINED = {
 CYCLE = trainer.Job(trainer.LENGTHS).cycle
 LEAST_CYCLES = 9
 """Cycles of steps that each third has to have, behind the warm-up, together."""
-MOST_POINTS = 200
-"""Points of each curve in the result file."""
 
 
-class Process:
-    """A process that runs one case, beside others.
-
-    Args:
-        folder: for its files; it is made.
-        owner: the descriptor of the lock of a folder around it. While the process runs, nobody removes that folder.
-        module: what runs.
-        arguments: behind the paths of samples and result.
-        environment: variables of the device.
-    """
-
-    def __init__(
-        self, folder: Path, owner: int, module: str, arguments: Sequence[str], environment: Mapping[str, str] = CPU
-    ) -> None:
-        folder.mkdir()
-        self._folder = folder
-        env = {**os.environ, **LONE_RANK, **environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-        command = [sys.executable, "-m", module, f"{folder}/samples", f"{folder}/result", *arguments]
-        self._began = time.monotonic()
-        with (folder / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                command, cwd=folder, env=env, stdout=log, stderr=log, pass_fds=(owner,)
-            )
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def end(self) -> dict[str, Any]:
-        """Wait for the process and return what it has found.
-
-        Raises:
-            RuntimeError: it has failed. The message has its last lines.
-        """
-        code = self._process.wait()
-        if code:
-            lines = (self._folder / "log").read_text(errors="replace").splitlines()[-30:]
-            raise RuntimeError(f"{self._folder.name}: exit status {code}:\n" + "\n".join(lines))
-        found = json.loads((self._folder / "result").read_text())
-        return {**found, "seconds": round(time.monotonic() - self._began, 1)}
-
-    def samples(self) -> list[dict[str, int]]:
-        return read_samples(self._folder / "samples")
-
-    def kill(self) -> bool:
-        """End the process, if it has not ended. Return whether it was killed."""
-        self._process.kill()
-        return self._process.wait() == -signal.SIGKILL
-
-
-def run_case(case: str, num_steps: int, folder: Path, owner: int) -> dict[str, Any]:
-    """Run a case with swapping and without, side by side, and return its row. ``owner``: as of ``Process``."""
-    if case in TRAINED:
-        swap, cycle = TRAINED[case].format(folder=folder), CYCLE
-        job = trainer.Job(trainer.LENGTHS)
-        given = [
-            (trainer.__name__, [job.to_json(), *trainer.flags(num_steps, folder / kind / "saved"), *words.split()])
-            for kind, words in (("swapped", swap), ("plain", PLAIN))
-        ]
-        flags = TRAINED[case].format(folder="FOLDER")
-    else:
-        given = [(loops.__name__, [case, f"{num_steps}", kind]) for kind in ("swapped", "plain")]
-        cycle, flags = loops.CYCLE, "swap.activations(model.blocks, min_mib=0)"
-    processes: list[Process] = []
-    try:
-        for kind, (module, words) in zip(("swapped", "plain"), given, strict=True):
-            processes.append(Process(folder / kind, owner, module, words))
-        swapped, plain = (process.end() for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
+def run_case(case: str, num_steps: int) -> dict[str, Any]:
+    """Run a case with swapping and without, side by side, and return its row."""
+    with own_folder("swap-soak-") as (folder, owner):
+        if case in TRAINED:
+            job, cycle, flags = trainer.Job(trainer.LENGTHS).to_json(), CYCLE, TRAINED[case].format(folder="FOLDER")
+            given = {
+                kind: [job, *trainer.flags(num_steps, folder / kind / "saved"), *words.format(folder=folder).split()]
+                for kind, words in (("swapped", TRAINED[case]), ("plain", PLAIN))
+            }
+        else:
+            cycle, flags = loops.CYCLE, "swap.activations(model.blocks, min_mib=0)"
+            given = {kind: [case, f"{num_steps}", kind] for kind in ("swapped", "plain")}
+        module = trainer.__name__ if case in TRAINED else loops.__name__
+        found = run_beside(folder, owner, {kind: (module, words) for kind, words in given.items()})
+    (swapped, samples), (plain, _) = found["swapped"], found["plain"]
     is_whole = len(swapped["losses"]) == len(plain["losses"]) == num_steps
-    row = as_row(case, flags, cycle, swapped, plain, processes[0].samples())
+    row = as_row(case, flags, cycle, swapped, plain, samples)
     return {**row, "losses_equal": row["losses_equal"] and is_whole}
-
-
-def as_row(
-    case: str, flags: str, cycle: int, swapped: dict[str, Any], plain: dict[str, Any], samples: Sequence[Metrics]
-) -> dict[str, Any]:
-    """Return the row of a run with swapping, of its samples and of a run without. Where one has more steps, the losses
-    of all steps that both have are compared."""
-    losses = swapped.pop("losses")
-    num_compared = min(len(losses), len(plain["losses"]))
-    return {
-        "case": case, "flags": flags, "num_steps": len(losses), "cycle": cycle, **swapped,
-        "num_compared": num_compared,
-        "losses_equal": num_compared > 0 and losses[:num_compared] == plain["losses"][:num_compared],
-        "losses_sha256": hashlib.sha256("\n".join(losses).encode()).hexdigest(),
-        "changes": [change.to_json() for change in changes(samples, cycle)],
-        "curves": curve(samples, cycle, MOST_POINTS),
-    }  # fmt: skip
 
 
 def is_good(row: dict[str, Any]) -> bool:
@@ -144,8 +62,8 @@ def line(row: dict[str, Any]) -> str:
     """Return the result of a case as a line."""
     more = [f"{one['metric']} {one['middle']:g} -> {one['last']:g}" for one in grown(row)]
     words = ["losses equal" if row["losses_equal"] else "LOSSES DIFFER", f"GROWS: {more}" if more else "flat"]
-    words += [f"{row[key]} {key.removeprefix('num_').replace('_', ' ')}" for key in ("num_rescues", "num_plan_changes")
-            if row.get(key)]  # fmt: skip
+    counted = {"rescues": row.get("num_rescues"), "plan changes": row.get("num_plan_changes")}
+    words += [f"{number} {name}" for name, number in counted.items() if number]
     return f"{row['case']}: {row['num_steps']} steps in {row['seconds']:g} s: {', '.join(words)}"
 
 
@@ -173,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     rows = []
     for case in arguments.case:
-        with own_folder("swap-soak-") as (folder, owner):
-            num_steps = arguments.steps if case in TRAINED else arguments.loop_steps
-            rows.append(run_case(case, num_steps, folder, owner))
+        rows.append(run_case(case, arguments.steps if case in TRAINED else arguments.loop_steps))
         print(line(rows[-1]), flush=True)
         write(arguments.output, "benchmarks.soak", sys.argv[1:] if argv is None else argv, rows)
     return 0 if all(map(is_good, rows)) else 1
@@ -188,7 +104,3 @@ def write(output: Path | None, module: str, words: Sequence[str], rows: Sequence
         about = facts()
         about["machine"]["cpu"] = cpu_name()
         write_text(output, json.dumps({**about, "date": now(), "command": command, "rows": rows}) + "\n")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak import trainer
-from benchmarks.soak.command import PLAIN, Process
+from benchmarks.soak.process import PLAIN, Process
 from megatron.swap.common.leftovers import own_folder
 
 NUM_STEPS = 40

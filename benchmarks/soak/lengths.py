@@ -11,17 +11,16 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.runner.launch import GPU_ENVIRONMENT
 from benchmarks.soak import trainer
-from benchmarks.soak.command import CPU, PLAIN, Process, as_row, is_good, line, write
+from benchmarks.soak.command import is_good, line, write
+from benchmarks.soak.process import CPU, PLAIN, as_row, run_beside
 from benchmarks.soak.trainer import Job
 from benchmarks.suites.suite import Suite, find_suite, load_suite
 from benchmarks.suites.toml_file import SuiteError
@@ -31,7 +30,6 @@ UNSWAPPED = "plain"
 """The name of the run without swapping."""
 LEAST_CYCLES = 3
 """Cycles of lengths that a run needs, so that each third has one."""
-POLL_S = 0.5
 MANY = 1_000_000
 """Steps that no run makes: time ends it."""
 
@@ -39,15 +37,16 @@ MANY = 1_000_000
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Suite]:
     """Return the arguments, and the suite with the case alone. What does not fit ends the program with a message."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.lengths", description=__doc__)
-    parser.add_argument("--suite", default="h200-planner")
-    parser.add_argument("--case", default="L6-lengths", help="a case whose lengths change")
-    parser.add_argument("--minutes", type=float, default=20.0, help="from the start of the processes (default 20)")
-    parser.add_argument("--steps", type=int, help="train this many steps in place of minutes")
-    parser.add_argument("--stretch", type=int, metavar="STEPS", help="train this many steps of each length in place of "
-                        "the case's, so that there are more cycles to compare")  # fmt: skip
-    parser.add_argument("--budget-gib", type=float, default=34.1, help="of the planned run (default 34.1)")
-    parser.add_argument("--device-gib", type=float, default=36.0, help="all that the guarded run has (default 36)")
-    parser.add_argument("--output", type=Path, help="also write the results as JSON, for docs/results")
+    add = parser.add_argument
+    add("--suite", default="h200-planner")
+    add("--case", default="L6-lengths", help="a case whose lengths change")
+    add("--minutes", type=float, default=20.0, help="from the start of the processes (default 20)")
+    add("--steps", type=int, help="train this many steps in place of minutes")
+    add("--stretch", type=int, metavar="STEPS", help="train this many steps of each length in place of the case's, so "
+        "that there are more cycles to compare")  # fmt: skip
+    add("--budget-gib", type=float, default=34.1, help="of the planned run (default 34.1)")
+    add("--device-gib", type=float, default=36.0, help="all that the guarded run has (default 36)")
+    add("--output", type=Path, help="also write the results as JSON, for docs/results")
     arguments = parser.parse_args(argv)
     try:
         suite = load_suite(find_suite(arguments.suite)).chosen([arguments.case], [], None)
@@ -73,17 +72,6 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Suite]:
     return arguments, suite
 
 
-def end_all(processes: dict[str, Process]) -> dict[str, dict[str, Any]]:
-    """Wait for all processes and return what each has found. The first that fails ends the wait. Raises: as ``end``."""
-    results: dict[str, dict[str, Any]] = {}
-    while len(results) < len(processes):
-        time.sleep(POLL_S)
-        for name in processes.keys() - results.keys():
-            if processes[name].has_ended:
-                results[name] = processes[name].end()
-    return {name: results[name] for name in processes}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, suite = parse(argv)
     (case,) = suite.cases
@@ -93,31 +81,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{job.cycle}", "--log-interval", "100",
     ]  # fmt: skip
     on_cpu = "" if suite.on_gpu else f" --swap-cpu-memory-gib {arguments.device_gib}"
-    limited = replace(job, device_gib=arguments.device_gib if suite.on_gpu else None)
     runs = {
         UNSWAPPED: (PLAIN, job),
         "planned": (f"--swap-memory-gib {arguments.budget_gib} --swap-oom-guard", job),
-        "guarded": (f"{PLAIN} --swap-oom-guard{on_cpu}", limited),
-    }
+        "guarded": (
+            f"{PLAIN} --swap-oom-guard{on_cpu}", replace(job, device_gib=arguments.device_gib if suite.on_gpu else None)
+        ),
+    }  # fmt: skip
     environment = {**GPU_ENVIRONMENT, **case.env} if suite.on_gpu else CPU
-    processes: dict[str, Process] = {}
+    given = {
+        name: (trainer.__name__, [its_job.to_json(), *flags, *swap.split()]) for name, (swap, its_job) in runs.items()
+    }
     with own_folder("swap-soak-") as (folder, owner):
-        try:
-            for name, (swap, its_job) in runs.items():
-                words = [its_job.to_json(), *flags, *swap.split()]
-                processes[name] = Process(folder / name, owner, trainer.__name__, words, environment)
-            results = end_all(processes)
-        finally:
-            for process in processes.values():
-                process.kill()
-        unswapped = results.pop(UNSWAPPED)
-        rows = []
-        for name, result in results.items():
-            swap, its_job = runs[name]
-            row = as_row(name, swap, job.cycle, result, unswapped, processes[name].samples())
-            rows.append({**row, "device_gib": its_job.device_gib})
-    for row in rows:
-        print(line(row), flush=True)
+        found = run_beside(folder, owner, given, environment)
+    unswapped, _ = found.pop(UNSWAPPED)
+    rows = []
+    for name, (result, samples) in found.items():
+        swap, its_job = runs[name]
+        row = as_row(name, swap, job.cycle, result, unswapped, samples)
+        rows.append({**row, "device_gib": its_job.device_gib})
+        print(line(rows[-1]), flush=True)
     write(arguments.output, "benchmarks.soak.lengths", sys.argv[1:] if argv is None else argv, rows)
     return 0 if all(map(is_good, rows)) else 1
 

@@ -21,6 +21,7 @@ TOLERANCE: dict[str, int] = {
     "num_files": 0, "num_threads": 0, "num_objects": 0,
 }  # fmt: skip
 """For each metric the change that counts as flat where it is more than ``FRACTION``."""
+COUNTED = {"num_files": "fd", "num_threads": "task"}
 WARM_UP_STEPS = 40
 """Objects made before this step are not looked at by later collections, which makes counting fast."""
 
@@ -52,16 +53,9 @@ class Meter:
             gc.collect()
             metrics["num_objects"] = gc.get_freeze_count() + len(gc.get_objects())
         metrics |= {metric: read() for metric, read in self._read.items()}
-        metrics |= {
-            "resident_bytes": rss_bytes(),
-            "num_files": _num_entries("/proc/self/fd"),
-            "num_threads": _num_entries("/proc/self/task"),
-        }
+        metrics["resident_bytes"] = rss_bytes()
+        metrics |= {name: len([*os.scandir(f"/proc/self/{part}")]) for name, part in COUNTED.items()}
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-
-
-def _num_entries(folder: str) -> int:
-    return sum(1 for _ in os.scandir(folder))
 
 
 def read_samples(path: Path) -> list[Metrics]:

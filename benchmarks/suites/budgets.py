@@ -6,13 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 
+from benchmarks.runner.request import NotReady
+
 BUDGET = re.compile(r"static\+(?P<number>\d+(?:\.\d+)?)(?P<percent>%?)")
 FLAG = "--swap-memory-gib"
 DIGITS = 6
-
-
-class NotReady(Exception):
-    """A run cannot begin yet; the message says what is missing and where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,9 @@ def resolved(flags: tuple[str, ...], memory: Memory | None, reference: str) -> t
     """Replace relative budgets in the flags by GiB, rounded down.
 
     Args:
+        flags: of a method.
         memory: memory of the method ``reference``; ``None``: not measured.
+        reference: its name.
 
     Raises:
         NotReady: a budget is relative and ``memory`` is ``None``.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import now
-from benchmarks.rows import NOT_READY, NOT_STABLE, UNPLANNED, Row
-from benchmarks.runner.request import Request
+from benchmarks.rows import GIB, MIB, NOT_READY, NOT_STABLE, PEAKS, UNPLANNED, Row
+from benchmarks.runner.grid import Run
+from benchmarks.runner.planning import stages_text
+from benchmarks.runner.request import NotReady, Request
 from benchmarks.store import ResultStore
-from benchmarks.suites.budgets import Memory, NotReady
+from benchmarks.suites.budgets import Memory
 from benchmarks.suites.methods import Method
 from benchmarks.suites.suite import REFERENCE, Case, Suite
-
-Run = dict[str, Any]
-"""The result of one process: `round`, `outcome`, and `output_tail` if it failed, else its measurements."""
 
 LARGEST = (
     "device_peak_gib", "device_reserved_gib", "device_static_gib", "host_peak_gib", "host_rss_growth_gib",
@@ -27,27 +27,49 @@ SAME = (
     "began_cuda_early", "num_params", "tokens_per_step", "step_flops", "swapped_out_bytes", "swapped_in_bytes",
     "optimizer_out_bytes", "optimizer_in_bytes", "num_late",
 )  # fmt: skip
-
 EARLIER: Row = {"peak": "allocated", "sequence_schedule": []}
 """Values for rows that were written before these fields existed."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One run of a suite."""
+
+    case: Case
+    method: Method
+    number: int
+    """Round, from 1."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.case.name} {self.method.name} round {self.number}"
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return self.method.piece.requires
 
 
 class SuiteResults:
     """The runs of a suite and their rows; every run is stored as soon as it ends.
 
     Args:
-        suite: the whole suite, whatever part this program runs.
+        suite: the whole suite.
+        chosen: the part that this program runs.
         path: the result file; with `resume` the runs in it are kept and not repeated.
         facts: `versions`, `machine`, `commit`, `link`.
         command: this program's command line.
+        resume: continue the file.
 
     Raises:
         StoreError: the file exists without `resume`, or is of another suite, commit, machine or flags.
         RowError: the file does not hold rows.
     """
 
-    def __init__(self, suite: Suite, path: Path, facts: dict[str, Any], command: str, *, resume: bool) -> None:
-        self._suite = suite
+    def __init__(
+        self, suite: Suite, chosen: Suite, path: Path, facts: dict[str, Any], command: str, *, resume: bool
+    ) -> None:
+        self._suite, self._chosen = suite, chosen
+        self.on_gpu, self.time_limit_s, self.host_limit_gib = suite.on_gpu, suite.time_limit_s, suite.host_limit_gib
         self._store = ResultStore(path, resume=resume)
         self._common = {"suite": suite.name, **facts}
         self._command = command
@@ -74,14 +96,27 @@ class SuiteResults:
             now = {field: self._common.get(field, mine.get(field)) for field in fields}
             self._store.require_same(" ".join(key), there, now)
 
-    def is_done(self, case: Case, method: Method, number: int) -> bool:
-        """Return whether round `number` was run, or an earlier round failed (a later one would fail too)."""
-        runs = self._runs.get((case.name, method.name), [])
-        return any(run["round"] == number or run["outcome"] != "ok" for run in runs)
+    def todo(self) -> list[Item]:
+        """Return the open runs: within a case, round by round, every method once per round."""
+        items = [
+            Item(case, method, number)
+            for case in self._chosen.cases
+            for number in range(1, case.rounds + 1)
+            for method in case.methods
+        ]
+        return [item for item in items if not self._is_done(item)]
 
-    def request(self, case: Case, method: Method) -> Request:
+    def num_left(self) -> int:
+        return len(self.todo())
+
+    def _is_done(self, item: Item) -> bool:
+        """Return whether the round was run, or an earlier round failed (a later one would fail too)."""
+        runs = self._runs.get((item.case.name, item.method.name), [])
+        return any(run["round"] == item.number or run["outcome"] != "ok" for run in runs)
+
+    def request(self, item: Item) -> Request:
         """Return the request of a run. Raises: `NotReady`."""
-        return case.request(method, self._memory(case))
+        return item.case.request(item.method, self._memory(item.case))
 
     def _memory(self, case: Case) -> Memory | None:
         """Return the memory of the case's first unswapped run; later rounds must not change budgets in use."""
@@ -94,12 +129,16 @@ class SuiteResults:
         saved_gib = runs[0].get("saved_peak_gib")  # without a GPU a budget limits the saved tensors
         return None if saved_gib is None else Memory(0.0, saved_gib)
 
-    def add(self, case: Case, method: Method, run: Run) -> None:
-        """Store a run."""
-        self._runs.setdefault((case.name, method.name), []).append(
-            {**run, "command": self._command, "link": self._common.get("link"), "date": now()}
-        )
+    def add(self, item: Item, run: Run, seconds: float) -> str:
+        """Store a run, and return it as a line."""
+        if run.get("unstable_steps"):
+            stages = stages_text(run["planning"])
+            why = f"steps {run['unstable_steps']} were timed and not stable: begin later (warm_up_auto)."
+            run |= {"outcome": NOT_STABLE, "output_tail": f"{why} Stages: {stages}"}
+        about = {"round": item.number, "command": self._command, "link": self._common.get("link"), "date": now()}
+        self._runs.setdefault((item.case.name, item.method.name), []).append({**run, **about})
         self._store.replace(self.rows())
+        return f"{item.label}: {_words(item, run)} ({seconds:.0f} s)"
 
     def rows(self) -> list[Row]:
         """Return a row for each case and method that was run, in the suite's order."""
@@ -138,6 +177,17 @@ class SuiteResults:
             return " ".join((*case.flags, *method.piece.flags))
 
 
+def _words(item: Item, run: Run) -> str:
+    """Return what one run has found."""
+    peak = run.get(PEAKS[item.case.peak])
+    if run["outcome"] != "ok":
+        return str(run["outcome"])
+    if item.case.peak == "saved":
+        return "trains" if peak is None else f"autograd holds {peak * GIB / MIB:.1f} MiB"
+    device = "" if peak is None else f", peak {peak:.2f} GiB"
+    return f"step {run['step_ms_median']:.1f} ms{device}, host {run['host_peak_gib']:.2f} GiB"
+
+
 def _reference(runs: dict[Method, list[Run]]) -> Method | None:
     """Return the method that all losses are compared with: `none` if it succeeded, else the first that did."""
     worked = [method for method, mine in runs.items() if any(run["outcome"] == "ok" for run in mine)]
@@ -172,28 +222,20 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
     if not good:
         return row
     step_ms = [time_ms for run in good for time_ms in run["step_ms_all"]]
-    row.update(
-        step_ms_all=step_ms,
-        step_ms_rounds=[run["step_ms_median"] for run in good],
-        losses=good[0]["losses"],
-        loss_hex=good[0]["losses"][-1],
-    )
+    row |= {"step_ms_all": step_ms, "step_ms_rounds": [run["step_ms_median"] for run in good]}
+    row |= {"losses": good[0]["losses"], "loss_hex": good[0]["losses"][-1]}
     if step_ms:  # empty where no timed step was stable
         median_ms = statistics.median(step_ms)
-        row.update(
-            step_ms_median=median_ms,
-            step_ms_min=min(step_ms),
-            step_ms_max=max(step_ms),
-            tokens_per_s=good[0]["tokens_per_step"] / median_ms * 1e3,
-            model_tflops_per_s=good[0]["step_flops"] / median_ms / 1e9,
-        )
+        row |= {"step_ms_median": median_ms, "step_ms_min": min(step_ms), "step_ms_max": max(step_ms)}
+        row["tokens_per_s"] = good[0]["tokens_per_step"] / median_ms * 1e3
+        row["model_tflops_per_s"] = good[0]["step_flops"] / median_ms / 1e9
     for fields, pick in ((LARGEST, max), (MEDIANS, statistics.median), (SAME, max)):
         for field in fields:
             values = [run[field] for run in good if run.get(field) is not None]
             row[field] = pick(values) if values else None
     found = [run["planning"] for run in good if run.get("planning")]
     if found:
-        row.update({field: found[0][field] for field in (*UNPLANNED, "stages")})
+        row |= {field: found[0][field] for field in (*UNPLANNED, "stages")}
         row["lower_bound_ms"] = found[0].get("lower_bound_ms")
         row["num_replans"] = max(planning["num_replans"] for planning in found)
     return row
@@ -207,11 +249,9 @@ def losses_against(runs: list[Run], reference: list[Run] | None) -> Row:
     first = next(iter(by_round.values()))
     is_reference = runs[0]["losses"] is first
     pairs = [(run["losses"], first if is_reference else by_round.get(run["round"], first)) for run in runs]
-    worst = 0.0
-    for mine, theirs in pairs:
-        # A slow method makes fewer steps: only the steps that both made are compared.
-        for one, other in zip(map(float.fromhex, mine), map(float.fromhex, theirs), strict=False):
-            worst = max(worst, _relative(one, other))
+    # A slow method makes fewer steps: only the steps that both made are compared.
+    steps = [step for mine, theirs in pairs for step in zip(mine, theirs, strict=False)]
+    worst = max((_relative(float.fromhex(one), float.fromhex(other)) for one, other in steps), default=0.0)
     return {"losses_equal": worst == 0.0, "loss_max_rel_diff": worst}
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.rows import PEAKS
-from benchmarks.runner.request import Request
+from benchmarks.runner.request import NotReady, Request
 from benchmarks.runner.schedule import length_at
-from benchmarks.suites.budgets import Memory, NotReady, resolved
+from benchmarks.suites.budgets import Memory, resolved
 from benchmarks.suites.losses import REPEAT
-from benchmarks.suites.methods import Method, MethodError, parse_method
+from benchmarks.suites.methods import Method, parse_method
 from benchmarks.suites.toml_file import (
     SuiteError,
     Table,
@@ -24,7 +24,6 @@ from benchmarks.suites.toml_file import (
     find_file,
     number,
     read_table,
-    value_of,
 )
 
 SUITES = Path(__file__).with_name("definitions")
@@ -114,14 +113,11 @@ class Suite:
         check_names("--case", cases, [case.name for case in self.cases])
         kept = [case for case in self.cases if not cases or case.name in cases]
         check_names("--method", methods, list(dict.fromkeys(m.name for case in kept for m in case.methods)))
-        chosen = [
-            replace(
-                case, rounds=rounds or case.rounds,
-                methods=tuple(method for method in case.methods if not methods or method.name in methods),
-            )
-            for case in kept
-        ]  # fmt: skip
-        return replace(self, cases=tuple(case for case in chosen if case.methods))
+        chosen = []
+        for case in kept:
+            mine = tuple(method for method in case.methods if not methods or method.name in methods)
+            chosen += [replace(case, rounds=rounds or case.rounds, methods=mine)] if mine else []
+        return replace(self, cases=tuple(chosen))
 
 
 def suite_names() -> list[str]:
@@ -139,12 +135,8 @@ def load_suite(path: Path) -> Suite:
         SuiteError: not TOML, a missing or unknown key, a value of another type, a method that cannot be built.
     """
     top = read_table(path)
-    device = top.take("device", str)
-    if device not in DEVICES:
-        raise SuiteError(f"{path.name}: device = {device!r}; allowed: {' or '.join(DEVICES)}")
-    peak = top.take("peak", str, default="saved" if device == "cpu" else "allocated")
-    if peak not in PEAKS:
-        raise SuiteError(f"{path.name}: peak = {peak!r}; allowed: {', '.join(PEAKS)}")
+    device = top.choose("device", DEVICES)
+    peak = top.choose("peak", PEAKS, default="saved" if device == "cpu" else "allocated")
     if device == "cpu" and peak != "saved":
         raise SuiteError(f"{path.name}: peak = {peak!r} needs a GPU; with device = 'cpu' saved tensors are counted")
     timing = {key: top.take(key, int, least=least) for key, least in TIMING.items()}
@@ -154,7 +146,7 @@ def load_suite(path: Path) -> Suite:
         timing=timing,
         warm_up_auto=top.take("warm_up_auto", int, default=timing["warm_up"], least=TIMING["warm_up"]),
         timed_limit_s=top.take("timed_limit_s", int, default=None, least=1),
-        env=environment(top.table("env")) if "env" in top.content else {},
+        env=environment(top),
         peak=peak,
         on_gpu=device == "gpu",
     )
@@ -194,7 +186,7 @@ def _case(name: str, table: Table, common: _Common) -> Case:
     warm_up_auto = table.take("warm_up_auto", int, default=common.warm_up_auto, least=TIMING["warm_up"])
     warm_up_auto = max(warm_up_auto, timing["warm_up"])
     schedule = _schedule(table, words)
-    env = common.env | (environment(table.table("env")) if "env" in table.content else {})
+    env = common.env | environment(table)
     methods = _methods(table, words, common)
     batch = micro_batches * number(table.path, words, "--micro-batch-size")
     searches = any(method.searches for method in methods)
@@ -215,30 +207,21 @@ def _methods(table: Table, words: Sequence[str], common: _Common) -> tuple[Metho
     """Build the suite's methods without those of ``without``, and the case's own. ``words``: the case's flags."""
     left_out = table.take("without", list, default=[])
     check_names(f"{table.path}: without", left_out, list(common.methods))
-    shared = {key: text for key, text in common.methods.items() if key not in left_out}
-    own = table.table("methods").content if "methods" in table.content else {}
+    texts = {key: text for key, text in common.methods.items() if key not in left_out}
+    texts |= table.table("methods").content if "methods" in table.content else {}
     table.refuse_rest("methods", "env")
-    num_layers = number(table.path, words, "--num-layers")
-    has_te = value_of(table.path, words, "--transformer-impl") == "transformer_engine"
-    built = []
-    for method, text in {**shared, **own}.items():
+    for method, text in texts.items():
         if not isinstance(text, str):
             raise SuiteError(f"{table.path}: method {method!r} is {text!r}, not a string")
-        try:
-            built.append(parse_method(method, text, num_layers=num_layers, has_te=has_te, on_gpu=common.on_gpu))
-        except MethodError as error:
-            raise SuiteError(f"{table.path}: {error}") from error
-    if not built:
+    if not texts:
         raise SuiteError(f"{table.path}: no methods, neither in [methods] nor its own")
-    return tuple(built)
+    return tuple(parse_method(table.path, name, text, words, on_gpu=common.on_gpu) for name, text in texts.items())
 
 
 def _schedule(table: Table, words: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """Read ``sequence_schedule = [[50, 4096], [50, 2048]]``: numbers of steps and their sequence lengths, repeated."""
     given = table.take("sequence_schedule", list, default=[])
-    if not given:
-        return ()
-    longest = number(table.path, words, "--seq-length")
+    longest = number(table.path, words, "--seq-length") if given else 0
     for part in given:
         is_pair = isinstance(part, list) and len(part) == 2 and all(type(number) is int for number in part)
         if not is_pair or part[0] < 1 or not 1 <= part[1] <= longest:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runner.program import ChoiceError
 from megatron.swap.common.records import read_text
 
 _MISSING: Any = object()
 
 
-class SuiteError(ValueError):
+class SuiteError(ChoiceError):
     """A suite or sweep, or a choice from it, cannot be run; the message names file and key."""
 
 
@@ -69,6 +70,13 @@ class Table:
             raise SuiteError(f"{self.path}: {key} = {value!r}; at least {least}")
         return value
 
+    def choose(self, key: str, allowed: Collection[str], default: Any = _MISSING) -> str:
+        """Return a value out of ``allowed``. Raises: `SuiteError`."""
+        value: str = self.take(key, str, default)
+        if value not in allowed:
+            raise SuiteError(f"{self.path}: {key} = {value!r}; allowed: {', '.join(allowed)}")
+        return value
+
     def table(self, key: str) -> Table:
         return Table(f"{self.path}: [{key}]", self.take(key, dict))
 
@@ -81,8 +89,9 @@ class Table:
 
 
 def environment(table: Table) -> dict[str, str]:
-    """Return the environment variables for every method's process."""
-    return {name: table.take(name, str) for name in table.content}
+    """Return the environment variables ``[env]`` for every method's process."""
+    env = table.table("env") if "env" in table.content else Table(table.path, {})
+    return {name: env.take(name, str) for name in env.content}
 
 
 def value_of(where: str, words: Sequence[str], flag: str) -> str:

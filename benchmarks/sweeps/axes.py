@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.suites.toml_file import SuiteError, Table, number
 from megatron.swap.common.types import UsageError
 from megatron.swap.forecast.flags import read_flags
 from megatron.swap.forecast.shape import params_of_rank
 
-RATIO_KEYS = {"head_size": 128, "ffn_multiple": 256}
 FFN_RATIO = 4.0
 
 
@@ -37,6 +36,7 @@ class Axis:
     Attributes:
         unit: the unit of ``Value.number``.
         grows: whether the number of parameters grows with it.
+        read: returns the values of a sweep's file.
     """
 
     unit: str
@@ -44,54 +44,46 @@ class Axis:
     read: Callable[[Table], list[Value]]
 
 
-def _depth(table: Table) -> list[Value]:
-    return [Value(f"{layers} layers", layers, ("--num-layers", str(layers))) for layers in _numbers(table)]
+def _numbered(label: str, *flags: str) -> Callable[[Table], list[Value]]:
+    """Return a reader of numbers that are the values of ``flags``."""
+
+    def read(table: Table) -> list[Value]:
+        return [
+            Value(label.format(found), found, tuple(word for flag in flags for word in (flag, str(found))))
+            for found in _numbers(table)
+        ]
+
+    return read
 
 
 def _width(table: Table) -> list[Value]:
     """Read hidden sizes; heads have one size, and the feed-forward size is rounded to ``ffn_multiple``."""
-    head, multiple = (table.take(key, int, default=value, least=1) for key, value in RATIO_KEYS.items())
+    head, multiple = (table.take(f"{key}", int, default, least=1) for key, default in
+                      (("head_size", 128), ("ffn_multiple", 256)))  # fmt: skip
     ratio = table.take("ffn_ratio", float, default=FFN_RATIO)
     found = []
     for hidden in _numbers(table):
         if hidden % head:
             raise SuiteError(f"{table.path}: hidden size {hidden}: must be a multiple of head_size, {head}")
         ffn = max(1, round(hidden * ratio / multiple)) * multiple
-        found.append(Value(
-            f"hidden size {hidden}", hidden,
-            ("--hidden-size", str(hidden), "--ffn-hidden-size", str(ffn), "--num-attention-heads", str(hidden // head)),
-        ))  # fmt: skip
+        flags = f"--hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {hidden // head}"
+        found.append(Value(f"hidden size {hidden}", hidden, tuple(flags.split())))
     return found
 
 
 def _family(table: Table) -> list[Value]:
     """Read ``[family]``: name and flags of each shape, the smallest first."""
     shapes = table.table("family")
-    return [
-        Value(name, place, tuple(shlex.split(shapes.take(name, str))))
-        for place, name in enumerate(shapes.content, 1)
-    ]  # fmt: skip
-
-
-def _sequence(table: Table) -> list[Value]:
-    return [
-        Value(f"{tokens} tokens", tokens, ("--seq-length", str(tokens), "--max-position-embeddings", str(tokens)))
-        for tokens in _numbers(table)
-    ]
-
-
-def _micro_batch(table: Table) -> list[Value]:
-    return [
-        Value(f"micro-batch {size}", size, ("--micro-batch-size", str(size))) for size in _numbers(table)
-    ]  # fmt: skip
+    texts = {name: shapes.take(name, str) for name in shapes.content}
+    return [Value(name, place, tuple(shlex.split(text))) for place, (name, text) in enumerate(texts.items(), 1)]
 
 
 AXES = {
-    "depth": Axis("layers", True, _depth),
+    "depth": Axis("layers", True, _numbered("{} layers", "--num-layers")),
     "width": Axis("hidden size", True, _width),
     "family": Axis("shape", True, _family),
-    "sequence": Axis("tokens", False, _sequence),
-    "micro-batch": Axis("sequences", False, _micro_batch),
+    "sequence": Axis("tokens", False, _numbered("{} tokens", "--seq-length", "--max-position-embeddings")),
+    "micro-batch": Axis("sequences", False, _numbered("micro-batch {}", "--micro-batch-size")),
 }
 
 
@@ -106,13 +98,12 @@ def read_values(name: str, table: Table, flags: tuple[str, ...], micro_batches: 
     for value in AXES[name].read(table):
         where = f"{table.path}: {value.label}"
         words = (*flags, *value.flags)
-        size = micro_batches * number(where, words, "--micro-batch-size")
-        words = (*words, "--global-batch-size", str(size))
+        words = (*words, "--global-batch-size", str(micro_batches * number(where, words, "--micro-batch-size")))
         measure = num_params(words, where) if AXES[name].grows else float(value.number)
         if before is not None and measure <= before[1]:
             raise SuiteError(f"{where}: is no larger than {before[0]}; values must grow from first to last")
         before = value.label, measure
-        values.append(Value(value.label, value.number, words))
+        values.append(replace(value, flags=words))
     if not values:
         raise SuiteError(f"{table.path}: axis {name} has no values")
     return values

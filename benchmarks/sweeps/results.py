@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import now
-from benchmarks.rows import NOT_FALLING, PRUNED, UNPLANNED, WORDS, Row
+from benchmarks.rows import GIB, MIB, NOT_FALLING, NOT_STABLE, PRUNED, UNPLANNED, WORDS, Row, check_sweep_row, outcome
+from benchmarks.runner.grid import Run
+from benchmarks.runner.planning import stages_text
+from benchmarks.runner.request import Request
 from benchmarks.store import ResultStore
 from benchmarks.sweeps.forecast import Tiers
-from benchmarks.sweeps.rows import check
 from benchmarks.sweeps.search import following
 from benchmarks.sweeps.sweep import Sweep, Trial
 from megatron.swap.forecast.gpus import GPUS, Gpu
@@ -39,7 +41,9 @@ class Scene:
 
     Attributes:
         facts: `versions`, `machine`, `commit`, `link`.
+        tiers: memory that a run may use.
         gpu: the GPU's data sheet; `None`: not in the table, or there is no GPU.
+        command: this program's command line.
     """
 
     facts: dict[str, Any]
@@ -52,20 +56,26 @@ class SweepResults:
     """The rows of a sweep, stored as runs end, and the runs that are left.
 
     Args:
+        sweep: the whole sweep.
+        methods: those to search with.
         path: the result file; `None`: rows are kept in memory only.
+        scene: the machine and the command.
+        resume: continue the file.
 
     Raises:
         StoreError: the file exists without `resume`, or its rows are not comparable with runs of this program.
         RowError: the file does not hold rows of a sweep.
     """
 
-    def __init__(self, sweep: Sweep, path: Path | None, scene: Scene, *, resume: bool) -> None:
-        self._sweep, self._scene = sweep, scene
+    def __init__(self, sweep: Sweep, methods: Iterable[str], path: Path | None, scene: Scene, *, resume: bool) -> None:
+        self._sweep, self._methods, self.scene = sweep, list(methods), scene
+        self.on_gpu, self.time_limit_s, self.host_limit_gib = sweep.on_gpu, sweep.time_limit_s, sweep.host_limit_gib
         model = scene.gpu or (ANY_GPU if scene.tiers.device is not None else None)
         self.trial: Callable[[str, int], Trial] = cache(
             lambda name, place: sweep.trial(name, place, scene.tiers, model)
         )
-        self._store = ResultStore(path, resume=resume, check=check)
+        self._numbers = [value.number for value in sweep.values]
+        self._store = ResultStore(path, resume=resume, check=check_sweep_row)
         # Only in memory: the file is written at the next change, and a dry run does not change it.
         self._store.rows = [row for row in self._store.rows if not self._was_limited(row)]
         for row in self._store.rows:
@@ -81,17 +91,14 @@ class SweepResults:
 
     def _check_resumed(self, row: Row) -> None:
         """Raise `StoreError` unless a row of the file is comparable with rows of this program."""
-        numbers = [value.number for value in self._sweep.values]
-        if row["method"] not in self._sweep.methods or row["value"] not in numbers:
+        if row["method"] not in self._sweep.methods or row["value"] not in self._numbers:
             raise self._store.refuse(f"{row['method']} {row['case']}, which sweep {self._sweep.name} has not")
         if row["outcome"] == PRUNED:
             return  # `finish` writes such rows anew
-        trial = self.trial(row["method"], numbers.index(row["value"]))
-        mine = {**self._scene.facts, **self._named(trial)}
+        trial = self.trial(row["method"], self._numbers.index(row["value"]))
+        mine = {**self.scene.facts, **self._named(trial)}
         now = {field: mine[field] for field in COMPARABLE}
         self._store.require_same(trial.label, {**now, **row}, now)  # older rows lack some of the fields
-
-    # ------------------------------------------------------------------ what is left
 
     def start(self, name: str) -> int:
         """Return the index of the largest value that fits by the memory model; 0 if none does."""
@@ -100,7 +107,7 @@ class SweepResults:
 
     def count(self, name: str) -> int:
         """Return how many values are not pruned: the larger ones are predicted to exceed a tier."""
-        places = range(len(self._sweep.values))
+        places = range(len(self._numbers))
         return bisect_left(places, True, key=lambda at: self.trial(name, at).forecast.excess is not None)
 
     def next_trial(self, name: str) -> Trial | None:
@@ -114,31 +121,39 @@ class SweepResults:
         place = following(count, start, trained, trusted=not self.trial(name, start).forecast.is_bound)
         return None if place is None else self.trial(name, place)
 
-    def num_left(self, names: Iterable[str]) -> int:
-        """Estimate how many runs of these methods are left."""
-        left = [name for name in names if self.next_trial(name) is not None]
+    def todo(self) -> list[Trial]:
+        """Return the next run alone: its result decides what follows."""
+        for name in self._methods:
+            trial = self.next_trial(name)
+            if trial is not None:
+                return [trial]
+            self.finish(name)
+        return []
+
+    def num_left(self) -> int:
+        """Estimate how many runs are left."""
+        left = [name for name in self._methods if self.next_trial(name) is not None]
         return sum(max(1, EXPECTED_RUNS - len(self._tried(name))) for name in left)
 
     def _tried(self, name: str) -> dict[int, str]:
-        numbers = [value.number for value in self._sweep.values]
-        return {
-            numbers.index(row["value"]): row["outcome"]
-            for row in self._store.rows if row["method"] == name and row["outcome"] != PRUNED
-        }  # fmt: skip
+        mine = [row for row in self._store.rows if row["method"] == name and row["outcome"] != PRUNED]
+        return {self._numbers.index(row["value"]): row["outcome"] for row in mine}
 
-    # ------------------------------------------------------------------ what is known
+    def request(self, trial: Trial) -> Request:
+        return self._sweep.request(trial)
 
-    def add(self, trial: Trial, outcome: str, result: dict[str, Any], output_tail: str | None, seconds: float) -> Row:
-        """Store a run that took `seconds`, and return its row."""
-        row = {
-            **self._named(trial), "outcome": outcome, "output_tail": output_tail, "why": None, "run_s": seconds,
-            "date": now(),
-            **measured(result, self._scene.gpu),
-        }  # fmt: skip
-        if outcome == "ok" and not row["loss_last"] < row["loss_first"]:
+    def add(self, trial: Trial, run: Run, seconds: float) -> str:
+        """Store a run, and return it as a line."""
+        found, tail = run["outcome"], run.get("output_tail")
+        if found == "ok" and run["step_ms_median"] is None:  # unstable steps are left out, and no other was timed
+            stages = stages_text(run["planning"])
+            found, tail = NOT_STABLE, f"no timed step was stable: raise num_steps. Stages: {stages}"
+        about = {"outcome": found, "output_tail": tail, "why": None, "run_s": seconds, "date": now()}
+        row = {**self._named(trial), **about, **measured(run, self.scene.gpu)}
+        if found == "ok" and not row["loss_last"] < row["loss_first"]:
             row["outcome"] = NOT_FALLING
         self._store.replace(self._ordered([*self._store.rows, row]))
-        return row
+        return f"{trial.label}: {_words(row)} ({seconds:.0f} s)"
 
     def finish(self, name: str) -> None:
         """Store which larger values of a method were not tried, and why."""
@@ -147,32 +162,29 @@ class SweepResults:
         best = max((at for at, outcome in tried.items() if outcome == "ok"), default=-1)
         failed = min((at for at, outcome in tried.items() if outcome != "ok" and at > best), default=None)
         if failed is not None:
-            outcome = WORDS.get(tried[failed], tried[failed])
-            rows += self._pruned(
-                name, [at for at in range(failed + 1, count) if at not in tried],
-                f"{values[failed].label} did not train ({outcome}): nothing larger is tried",
-            )  # fmt: skip
+            why = WORDS.get(tried[failed], tried[failed])
+            beyond = [at for at in range(failed + 1, count) if at not in tried]
+            rows += self._pruned(name, beyond, f"{values[failed].label} did not train ({why}): nothing larger is tried")
         if count < len(values):
-            excess = self.trial(name, count).forecast.excess
-            assert excess is not None
-            what = "takes at least" if self.trial(name, count).forecast.is_bound else "is predicted to take"
-            rows += self._pruned(name, list(range(count, len(values))), f"{values[count].label} {what} {excess.text}")
+            forecast = self.trial(name, count).forecast
+            assert forecast.excess is not None
+            what = "takes at least" if forecast.is_bound else "is predicted to take"
+            why = f"{values[count].label} {what} {forecast.excess.text}"
+            rows += self._pruned(name, list(range(count, len(values))), why)
         self._store.replace(self._ordered(rows))
 
     def _pruned(self, name: str, places: list[int], why: str) -> list[Row]:
         """Return one pruned row for all of these values; empty for no values."""
         if not places:
             return []
-        return [{
-            **self._named(self.trial(name, places[0])), "outcome": PRUNED, "output_tail": None, "why": why,
-            "values": [self._sweep.values[at].number for at in places], "run_s": None, "date": now(),
-            **measured({}, None),
-        }]  # fmt: skip
+        about = {"outcome": PRUNED, "output_tail": None, "why": why, "run_s": None, "date": now()}
+        values = [self._numbers[at] for at in places]
+        return [{**self._named(self.trial(name, places[0])), **about, "values": values, **measured({}, None)}]
 
     def _named(self, trial: Trial) -> Row:
-        tiers = self._scene.tiers
+        tiers = self.scene.tiers
         return {
-            "suite": self._sweep.name, **self._scene.facts, "command": self._scene.command,
+            "suite": self._sweep.name, **self.scene.facts, "command": self.scene.command,
             "case": trial.value.label, "method": trial.method.name, "what": trial.method.what,
             "is_ours": trial.method.is_ours, "flags": " ".join(trial.flags), "wrap": trial.method.piece.wrap,
             "env": {**self._sweep.env, **trial.method.piece.env},
@@ -193,6 +205,18 @@ class SweepResults:
         return sorted(rows, key=lambda row: (order.index(row["method"]), row["value"]))
 
 
+def _words(row: Row) -> str:
+    """Return what one run has found."""
+    if row["outcome"] != "ok":
+        return outcome(row)
+    if row["tiers_gib"]["device"] is None:  # times of a CPU say nothing
+        device = row["device_peak_gib"]
+        return "trains" + ("" if device is None else f", {device * GIB / MIB:.1f} MiB of emulated device memory")
+    peaks = [("device", row["device_peak_gib"]), ("host", row["host_peak_gib"]), ("disk", row["disk_peak_gib"])]
+    used = ", ".join(f"{tier} {gib:.2f} GiB" for tier, gib in peaks if gib is not None)
+    return f"trains, {row['tokens_per_s']:,.0f} tokens/s, {used}"
+
+
 def measured(result: dict[str, Any], gpu: Gpu | None) -> Row:
     """Return the measured part of a row; values that the run did not measure are null."""
     row: Row = {field: result.get(field) for field in MEASURED}
@@ -202,9 +226,7 @@ def measured(result: dict[str, Any], gpu: Gpu | None) -> Row:
     tflops = row["step_flops"] / median_ms / 1e9 if median_ms else None
     return {
         **row,
-        **UNPLANNED,
-        "stages": None,
-        **{field: value for field, value in planning.items() if field in (*UNPLANNED, "stages")},
+        **{field: planning.get(field) for field in (*UNPLANNED, "stages")},
         "losses_equal": None,
         "loss_hex": row["losses"][-1] if losses else None,
         "loss_first": statistics.mean(losses[:quarter]) if losses else None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.rows import GIB
 from benchmarks.runner.request import Request
 from benchmarks.suites.budgets import is_relative
-from benchmarks.suites.methods import Method, MethodError, parse_method
+from benchmarks.suites.methods import Method, parse_method
 from benchmarks.suites.suite import DEVICES
 from benchmarks.suites.toml_file import (
     SuiteError,
@@ -24,7 +24,6 @@ from benchmarks.suites.toml_file import (
     find_file,
     number,
     read_table,
-    value_of,
 )
 from benchmarks.sweeps.axes import AXES, Axis, Value, num_params, read_values
 from benchmarks.sweeps.forecast import Forecast, Tiers, disk_folder, disk_limit_gib, forecast
@@ -58,6 +57,10 @@ class Trial:
     @property
     def label(self) -> str:
         return f"{self.method.name} {self.value.label}"
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return self.method.piece.requires
 
 
 @dataclass(frozen=True)
@@ -149,12 +152,10 @@ class Sweep:
         for name, text in self.methods.items():
             whole = FIT.sub("--swap-optimizer 1", text)
             flags = _method(self.name, name, whole, self.values[0], self.on_gpu).piece.flags
-            folder = disk_folder(flags)
+            folder, limit_gib = disk_folder(flags), disk_limit_gib(flags)
             if folder is not None:
-                free = shutil.disk_usage(folder).free - SPARE_BYTES if folder.is_dir() else 0
-                limit_gib = disk_limit_gib(flags)
-                is_known = assumed and limit_gib < math.inf
-                most = max(most, limit_gib if is_known else min(limit_gib, max(0, free) / GIB))
+                free = max(0, shutil.disk_usage(folder).free - SPARE_BYTES) / GIB if folder.is_dir() else 0.0
+                most = max(most, limit_gib if assumed and limit_gib < math.inf else min(limit_gib, free))
         return most
 
 
@@ -173,10 +174,7 @@ def load_sweep(path: Path) -> Sweep:
         SuiteError: not TOML, a missing or unknown key, a value of another type, a method that cannot be built.
     """
     top = read_table(path)
-    device, axis = top.take("device", str), top.take("axis", str)
-    for key, given, allowed in (("device", device, DEVICES), ("axis", axis, tuple(AXES))):
-        if given not in allowed:
-            raise SuiteError(f"{path.name}: {key} = {given!r}; allowed: {', '.join(allowed)}")
+    on_gpu, axis = top.choose("device", DEVICES) == "gpu", top.choose("axis", AXES)
     warm_up = top.take("warm_up", int, default=2, least=2)
     num_steps = top.take("num_steps", int, default=20, least=max(LEAST_STEPS, warm_up + 1))
     flags = (*shlex.split(top.take("flags", str)), "--train-iters", str(num_steps))
@@ -185,15 +183,15 @@ def load_sweep(path: Path) -> Sweep:
         name=path.stem,
         description=top.take("description", str),
         axis_name=axis,
-        on_gpu=device == "gpu",
+        on_gpu=on_gpu,
         values=tuple(values),
-        methods=_methods(top, values[0], on_gpu=device == "gpu"),
+        methods=_methods(top, values[0], on_gpu=on_gpu),
         num_warm_up=warm_up,
         time_limit_s=top.take("time_limit_s", int, least=1),
         host_limit_gib=top.take("host_limit_gib", int, default=None, least=1),
-        env=environment(top.table("env")) if "env" in top.content else {},
+        env=environment(top),
     )
-    top.refuse_rest()
+    top.refuse_rest("env")
     return sweep
 
 
@@ -221,8 +219,4 @@ def _method(where: str, name: str, text: str, value: Value, on_gpu: bool) -> Met
         text = text.replace(word, str(known))
     if "{" in text:
         raise SuiteError(f"{where}: method {name!r}: {text!r}: only {{value}} and {{layers}} are filled in")
-    has_te = value_of(where, value.flags, "--transformer-impl") == "transformer_engine"
-    try:
-        return parse_method(name, text, num_layers=num_layers, has_te=has_te, on_gpu=on_gpu)
-    except MethodError as error:
-        raise SuiteError(f"{where}: {error}") from error
+    return parse_method(where, name, text, value.flags, on_gpu=on_gpu)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.rows import GIB, MIB, PRUNED, Row, outcome
 from benchmarks.suites.table import heading
 from benchmarks.sweeps.axes import AXES
-from benchmarks.sweeps.forecast import Tiers, room_of
-from benchmarks.sweeps.rows import TIERS
-
-ABSENT = "–"
-STATIC_SHARE = 0.9
-"""Fraction of a run's device memory from which weights, gradients and optimizer state limit the run."""
-FULL_SHARE = 0.9
-"""Used fraction from which host memory or disk counts as full."""
+from benchmarks.table import ABSENT, Table, cell_gib, cell_ms, cell_number
 
 
 @dataclass(frozen=True)
@@ -52,62 +43,6 @@ class LargestValue:
         if self.stop is not None and self.stop["outcome"] == PRUNED:
             return f"{self.stop['case']}: predicted not to fit"
         return self.stopped_by
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether a value trains and it is not known whether a larger one does."""
-        return self.best is not None and (self.stop is None or self.is_apart)
-
-    @property
-    def lacks(self) -> str | None:
-        """Return the tier that the next value does not fit in; `None`: another reason, or not known."""
-        if self.stop is None:
-            return None
-        stated = re.search(r" of (device|host|disk) memory, ", self.stop["why"] or "")
-        return stated[1] if stated else {f"oom_{tier}": tier for tier in TIERS}.get(self.stop["outcome"])
-
-    @property
-    def lacks_too(self) -> list[str]:
-        """Return the other tiers that the next value is predicted to exceed."""
-        if self.stop is None or self.lacks is None:
-            return []
-        predicted, room = self.stop["predicted"], _room(self.stop)
-        return [tier for tier in TIERS if tier != self.lacks and (predicted[f"{tier}_gib"] or 0.0) > room[tier]]
-
-    @property
-    def limit(self) -> str:
-        """Return what fills memory at the largest value; empty without a device or without figures for it."""
-        row = self.best or self.stop
-        if row is None or row["predicted"]["device_gib"] is None:
-            return ""
-        predicted, device, source = row["predicted"], row["predicted"]["device_gib"], "predicted"
-        if predicted.get("is_bound"):  # the memory model does not know the activations there
-            device, source = row["device_peak_gib"], "measured"
-        if device is None:
-            return ""
-        static, room = predicted["static_gib"], _room(row)
-        text = (
-            f"at {row['case']} weights, gradients and the kept optimizer state take {static:.1f} of the "
-            f"{device:.1f} GiB that are {source} of the device's {room['device']:.1f}"
-        )
-        used = {
-            tier: (gib, room[tier]) for tier in ("host", "disk") if (gib := predicted[f"{tier}_gib"])
-        }
-        elsewhere = " and ".join(f"{gib:.1f} of {limit:.1f} GiB of {tier}" for tier, (gib, limit) in used.items())
-        text += f"; {elsewhere} memory beside it" if used else ""
-        if self.lacks is None:
-            text += "."
-        elif self.lacks != "device":
-            text += f". The next value lacks {' and '.join([self.lacks, *self.lacks_too])} memory."
-        elif static >= STATIC_SHARE * device:
-            text += ". Activations hardly count: only offloading more state makes room for a larger model"
-            is_full = bool(used) and all(gib >= FULL_SHARE * limit for gib, limit in used.values())
-            text += ", and the other tiers are nearly full." if is_full else "."
-        else:
-            text += "; the rest is activations and kernel workspaces."
-        if not self.is_open:
-            return text
-        return f"{text} Nothing {'between' if self.is_apart else 'larger'} was tried: this is not its limit."
 
 
 @dataclass(frozen=True)
@@ -158,19 +93,6 @@ def largest_by_method(rows: Sequence[Row]) -> list[LargestValue]:
     return sorted(found, key=lambda one: _rank(one.best))
 
 
-def champions(rows: Sequence[Row]) -> list[Row]:
-    """Return the row with the largest value among ours and among the baselines; of equal values the fastest."""
-    best = [one.best for one in largest_by_method(rows) if one.best is not None]
-    sides = ([row for row in best if row["is_ours"] == is_ours] for is_ours in (True, False))
-    return [max(side, key=_rank) for side in sides if side]
-
-
-def _room(row: Row) -> dict[str, float]:
-    """Return the GiB of each tier that the run of a row may use; without a device 0."""
-    room = room_of(shlex.split(row["flags"]), Tiers(**row["tiers_gib"]))
-    return {"device": room.device or 0.0, "host": room.host, "disk": room.disk}
-
-
 def _rank(row: Row | None) -> tuple[float, float]:
     return (row["value"], row["tokens_per_s"] or 0.0) if row is not None else (0.0, 0.0)
 
@@ -185,74 +107,62 @@ def machine_limit(rows: Sequence[Row]) -> MachineLimit:
     return MachineLimit(tiers[0]["device"] or 0.0, host_gib, disk_gib, rows[0]["param_bytes"])
 
 
-CPU_HEAD = (
-    "method", "largest", "parameters", "device MiB", "offloaded MiB a step", "disk MiB", "loss",
-    "what stopped the next",
-)  # fmt: skip
-HEAD = (
-    "method", "largest", "parameters", "tokens/s", "MFU", "step ms", "device GiB (reserved)", "host GiB",
-    "disk GiB", "loss", "what stopped the next",
-)  # fmt: skip
+def table(rows: Sequence[Row]) -> Table:
+    """Build the table of the largest value of each method. That of a machine without a GPU has no times."""
+    return (_cpu_table if is_on_cpu(rows) else _gpu_table)(largest_by_method(rows))
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return one line of cells per method, in the columns of `HEAD`."""
-    lines = []
-    for found in largest_by_method(rows):
-        name = f"**{found.method}**" if found.is_ours else found.method
-        row = found.best
-        if row is None:
-            lines.append([name, "none that was tried", *[ABSENT] * 8, found.stopped_by])
-            continue
-        device = _cell(row["device_peak_gib"], ".2f")
-        if row["device_reserved_gib"] is not None:
-            device += f" ({row['device_reserved_gib']:.2f})"
-        lines.append([
-            name,
-            row["case"],
-            short(params_of(row)),
-            _cell(row["tokens_per_s"], ",.0f"),
-            _cell(row["mfu"], ".1%"),
-            _cell(row["step_ms_median"], ",.0f"),
-            device,
-            _cell(row["host_peak_gib"], ".2f"),
-            _cell(row["disk_peak_gib"], ".2f"),
-            f"{row['loss_first']:.3f} → {row['loss_last']:.3f}",
-            found.stopped_by,
-        ])  # fmt: skip
-    return lines
+def _gpu_table(found: Sequence[LargestValue]) -> Table:
+    def device(row: Row) -> str:
+        reserved = "" if row["device_reserved_gib"] is None else f" ({row['device_reserved_gib']:.2f})"
+        return cell_gib(row["device_peak_gib"]) + reserved
+
+    return _of_methods(found, {
+        "tokens/s": lambda row: cell_number(row["tokens_per_s"]),
+        "MFU": lambda row: ABSENT if row["mfu"] is None else f"{row['mfu']:.1%}",
+        "step ms": lambda row: cell_number(row["step_ms_median"]),
+        "device GiB (reserved)": device,
+        "host GiB": lambda row: cell_gib(row["host_peak_gib"]),
+        "disk GiB": lambda row: cell_gib(row["disk_peak_gib"]),
+    })  # fmt: skip
 
 
-def cpu_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return one line of cells per method, in the columns of `CPU_HEAD`: without times."""
-    lines = []
-    for found in largest_by_method(rows):
-        name = f"**{found.method}**" if found.is_ours else found.method
-        row = found.best
-        if row is None:
-            lines.append([name, "none that was tried", *[ABSENT] * 5, found.stopped_by])
-            continue
+def _cpu_table(found: Sequence[LargestValue]) -> Table:
+    def offloaded(row: Row) -> str:
         out_bytes = (row["swapped_out_bytes"] or 0) + (row["optimizer_out_bytes"] or 0)
-        lines.append([
-            name,
-            row["case"],
-            short(params_of(row)),
-            _mib(row["device_peak_gib"]),
-            f"{out_bytes / MIB:.1f}" if found.is_ours else ABSENT,
-            _mib(row["disk_peak_gib"]),
-            f"{row['loss_first']:.3f} → {row['loss_last']:.3f}",
-            found.stopped_by,
-        ])  # fmt: skip
-    return lines
+        return cell_ms(out_bytes / MIB) if row["is_ours"] else ABSENT
+
+    def mib(gib: float | None) -> str:
+        return cell_ms(None if gib is None else gib * GIB / MIB)
+
+    return _of_methods(found, {
+        "device MiB": lambda row: mib(row["device_peak_gib"]),
+        "offloaded MiB a step": offloaded,
+        "disk MiB": lambda row: mib(row["disk_peak_gib"]),
+    })  # fmt: skip
+
+
+def _of_methods(found: Sequence[LargestValue], columns: dict[str, Callable[[Row], str]]) -> Table:
+    """Build a row per method; ``columns``: of the row of its largest value."""
+    columns = {
+        "parameters": lambda row: short(params_of(row)),
+        **columns,
+        "loss": lambda row: f"{row['loss_first']:.3f} → {row['loss_last']:.3f}",
+    }
+    return Table.of(found, {
+        "method": lambda one: f"**{one.method}**" if one.is_ours else one.method,
+        "largest": lambda one: "none that was tried" if one.best is None else one.best["case"],
+        **{
+            name: lambda one, value=value: ABSENT if one.best is None else value(one.best)  # type: ignore[misc]
+            for name, value in columns.items()
+        },
+        "what stopped the next": lambda one: one.stopped_by,
+    })  # fmt: skip
 
 
 def is_on_cpu(rows: Sequence[Row]) -> bool:
     """Return whether the sweep ran without a GPU, where times say nothing."""
     return rows[0]["tiers_gib"]["device"] is None
-
-
-def _mib(gib: float | None) -> str:
-    return ABSENT if gib is None else f"{gib * GIB / MIB:.1f}"
 
 
 def params_of(row: Row) -> int:
@@ -264,10 +174,6 @@ def short(params: float) -> str:
     """Format a number of parameters with three digits."""
     value, unit = (params / 1e9, "B") if params >= 999.5e6 else (params / 1e6, "M")
     return f"{format(value, '#.3g').rstrip('.')} {unit}"
-
-
-def _cell(value: float | None, form: str) -> str:
-    return ABSENT if value is None else format(value, form)
 
 
 CPU_LEGEND = (
@@ -286,16 +192,9 @@ LEGEND = (
 
 def markdown(rows: Sequence[Row]) -> str:
     """Return the Markdown page that is written beside the rows."""
-    first = rows[0]
-    title = f"{first['suite']}: the largest {first['axis']}"
-    if is_on_cpu(rows):
-        lines = heading(title, first, CPU_LEGEND)
-        lines += [f"| {' | '.join(cells)} |" for cells in [CPU_HEAD, ["---"] * len(CPU_HEAD), *cpu_table(rows)]]
-        return "\n".join([*lines, ""])
-    lines = heading(title, first, LEGEND)
-    lines += [f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *table(rows)]]
-    limits = [f"- {found.method}: {found.limit}" for found in largest_by_method(rows) if found.limit]
-    lines += ["", *limits, *([""] if limits else [])]
-    if AXES[first["axis"]].grows:
+    first, on_cpu = rows[0], is_on_cpu(rows)
+    lines = heading(f"{first['suite']}: the largest {first['axis']}", first, CPU_LEGEND if on_cpu else LEGEND)
+    lines += [str(table(rows)), ""]
+    if not on_cpu and AXES[first["axis"]].grows:
         lines += [machine_limit(rows).text, ""]
     return "\n".join(lines)

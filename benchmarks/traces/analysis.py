@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,10 +17,9 @@ from benchmarks.traces.checks import (
     check_order,
     compare_with_summary,
     count_copies,
-    outside_steps,
 )
 from benchmarks.traces.device import CLOSED_GAP_NS, Compute
-from benchmarks.traces.engine import Engine, Step, StorageCopy, read_engine
+from benchmarks.traces.engine import Engine, Step, read_engine
 from benchmarks.traces.figures import (
     Gap,
     Link,
@@ -88,8 +86,7 @@ def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: floa
     Args:
         trace: the trace.
         summary: the content of the ``--swap-summary`` file of the same run.
-        link_gb_s: bandwidth of the link between device and host with nothing else running; copies slower than
-            ``SLOW_LINK`` times this are reported as a mismatch.
+        link_gb_s: bandwidth of the idle link; copies slower than ``SLOW_LINK`` times this are a mismatch.
 
     Raises:
         TraceError: there are no traced steps, or nothing was swapped in them.
@@ -105,9 +102,14 @@ def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: floa
     within = [copy for copy in engine.copies if engine.step_at(copy.at.start_ns) is not None]
     steps_ns = sum(step.end_ns - step.start_ns for step in engine.steps)
     links = {way: link(within, way, compute, steps_ns) for way in ("out", "in")}
-    if link_gb_s is not None:
-        mismatches += slow_links(links, link_gb_s)
+    mismatches += [
+        f"copies {way} ran at {figures.gb_per_s:.1f} GB/s, the link gives {link_gb_s:g}: something holds it up"
+        for way, figures in links.items()
+        if link_gb_s is not None and figures.gb_per_s is not None and figures.gb_per_s < SLOW_LINK * link_gb_s
+    ]
     stalls = find_stalls(storages, compute)
+    # The times of both directions overlap, so they are added, not united.
+    spans = np.concatenate([copy_spans([copy for copy in within if copy.direction == way]) for way in ("out", "in")])
     return Analysis(
         trace=trace,
         engine=engine,
@@ -116,7 +118,7 @@ def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: floa
         ordering=check_order(storages, compute),
         mismatches=mismatches,
         links=links,
-        hidden_share=hidden_together(within, compute),
+        hidden_share=hidden_share(spans, compute.busy),
         predicted={"out": predict(engine, compute, "out"), "in": predict(engine, compute, "in")},
         stalls=stalls,
         gaps=find_gaps(engine.steps, compute, stalls, trace.ranges),
@@ -125,33 +127,17 @@ def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: floa
     )
 
 
-def slow_links(links: dict[str, Link], link_gb_s: float) -> list[str]:
-    """Return a sentence for each direction in which copies were much slower than the link."""
-    return [
-        f"copies {way} ran at {figures.gb_per_s:.1f} GB/s, the link gives {link_gb_s:g}: something holds it up"
-        for way, figures in links.items()
-        if figures.gb_per_s is not None and figures.gb_per_s < SLOW_LINK * link_gb_s
-    ]
-
-
-def hidden_together(copies: Sequence[StorageCopy], compute: Compute) -> float | None:
-    """Return the hidden fraction of both directions; their times overlap, so they are added, not united."""
-    spans = [copy_spans([copy for copy in copies if copy.direction == way]) for way in ("out", "in")]
-    return hidden_share(np.concatenate(spans), compute.busy)
-
-
 def _step_figures(step: Step, engine: Engine, compute: Compute, stalls: Sequence[Stall]) -> StepFigures:
-    copies = [copy for copy in engine.copies if step.start_ns <= copy.at.start_ns <= step.end_ns]
     window = compute.window(step.start_ns, step.end_ns)
     marks = [num_bytes for moment, num_bytes in engine.memory if step.start_ns <= moment <= step.end_ns]
-    inside = [s for s in stalls if window and window.start_ns <= s.start_ns <= window.end_ns]
+    inside = [stall for stall in stalls if window and window.start_ns <= stall.start_ns <= window.end_ns]
     busy = intervals.clip(compute.busy, window.start_ns, window.end_ns) if window else np.empty((0, 2), np.int64)
     return StepFigures(
         step=step.number,
         duration_ms=(step.end_ns - step.start_ns) / MS,
         compute_busy_ms=intervals.total(busy) / MS,
-        d2h_ms=intervals.total(copy_spans([copy for copy in copies if copy.direction == "out"])) / MS,
-        h2d_ms=intervals.total(copy_spans([copy for copy in copies if copy.direction == "in"])) / MS,
+        d2h_ms=intervals.total(copy_spans(engine.launched_in(step, "out"))) / MS,
+        h2d_ms=intervals.total(copy_spans(engine.launched_in(step, "in"))) / MS,
         stalled_ms=stalled_ms(inside),
         peak_memory_bytes=max(marks, default=None),
         copies=count_copies(engine, step),
@@ -161,12 +147,7 @@ def _step_figures(step: Step, engine: Engine, compute: Compute, stalls: Sequence
 def findings(analysis: Analysis) -> dict[str, Any]:
     """Return the content of findings.json, as plain JSON values."""
     engine, ordering, storages = analysis.engine, analysis.ordering, analysis.storages
-    foreign: Counter[str] = Counter()
-    foreign_bytes: Counter[str] = Counter()
-    for memcpy in engine.other_copies:
-        foreign[memcpy.direction] += 1
-        foreign_bytes[memcpy.direction] += memcpy.num_bytes
-    stalls_of = {what: [stall for stall in analysis.stalls if stall.what == what] for what in ("wait", "release")}
+    outside = [copy for copy in engine.copies if engine.step_at(copy.at.start_ns) is None]
     return {
         "clean": analysis.is_clean,
         "format": analysis.trace.format,
@@ -192,19 +173,28 @@ def findings(analysis: Analysis) -> dict[str, Any]:
             "num_stayed": sum(storage.stayed for storage in storages),
             "num_late": sum(back.copy.why == "swap_in" for storage in storages for back in storage.reloads),
         },
-        "num_copies_outside_steps": sum(len(copy.pieces) for copy in outside_steps(engine)),
-        "foreign_copies": {
-            direction: {"num_copies": number, "num_bytes": foreign_bytes[direction]}
-            for direction, number in sorted(foreign.items())
-        },
+        "num_copies_outside_steps": sum(len(copy.pieces) for copy in outside),
+        "num_kernels_without_launch": len(analysis.compute.main) - analysis.compute.num_ordered,
+        "foreign_copies": _foreign(engine),
         "closed_gap_us": CLOSED_GAP_NS / US,
         "hidden_share": analysis.hidden_share,
         "predicted_hidden_share": analysis.predicted,
         "link": {way: asdict(figures) for way, figures in analysis.links.items()},
         "stalled_ms": {
             "together": stalled_ms(analysis.stalls),
-            **{what: stalled_ms(stalls) for what, stalls in stalls_of.items()},
+            **{what: stalled_ms([stall for stall in analysis.stalls if stall.what == what])
+               for what in ("wait", "release")},
         },
         "gaps": [asdict(gap) for gap in analysis.gaps],
         "steps": [asdict(step) for step in analysis.steps],
-    }
+    }  # fmt: skip
+
+
+def _foreign(engine: Engine) -> dict[str, dict[str, int]]:
+    """Return number and bytes of the copies that are not the engine's, by direction."""
+    found: dict[str, dict[str, int]] = {}
+    for memcpy in sorted(engine.other_copies, key=lambda memcpy: memcpy.direction):
+        total = found.setdefault(memcpy.direction, {"num_copies": 0, "num_bytes": 0})
+        total["num_copies"] += 1
+        total["num_bytes"] += memcpy.num_bytes
+    return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.traces.device import Compute
-from benchmarks.traces.engine import Engine, Step, StorageCopy
+from benchmarks.traces.engine import Engine, Step
 from benchmarks.traces.records import US
 from benchmarks.traces.storages import TracedStorage
 
@@ -108,10 +108,9 @@ class StepCopies:
 
 def count_copies(engine: Engine, step: Step) -> StepCopies:
     """Count the copies of a step; a storage in several pieces counts as several copies, as in the engine."""
-    launched = [copy for copy in engine.copies if step.start_ns <= copy.at.start_ns <= step.end_ns]
 
     def count(direction: str) -> tuple[int, int]:
-        pieces = [piece for copy in launched if copy.direction == direction for piece in copy.pieces]
+        pieces = [piece for copy in engine.launched_in(step, direction) for piece in copy.pieces]
         return len(pieces), sum(piece.num_bytes for piece in pieces)
 
     return StepCopies(*count("out"), *count("in"))
@@ -130,11 +129,6 @@ def compare_with_summary(engine: Engine, summary: dict[str, Any]) -> Iterator[st
                 yield f"step {step.number}: the summary has no {name}: it was written by an older version"
             elif record[name] != in_trace:
                 yield f"step {step.number}: {name} is {in_trace} in the trace, {record[name]} in the summary"
-
-
-def outside_steps(engine: Engine) -> list[StorageCopy]:
-    """Return the copies that were not launched in a traced step."""
-    return [copy for copy in engine.copies if engine.step_at(copy.at.start_ns) is None]
 
 
 def _span(numbers: Sequence[int]) -> str:

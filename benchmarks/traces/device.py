@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.traces import intervals
 from benchmarks.traces.engine import Engine, Wait
-from benchmarks.traces.records import NO_LAUNCH, US, Range, Trace, Work
+from benchmarks.traces.records import NO_LAUNCH, US, Range, Trace
 
 CLOSED_GAP_NS = 10 * US
 """Shorter gaps between kernels come from launching and count as busy."""
@@ -22,6 +22,11 @@ class Extent:
     start_ns: int
     end_ns: int
 
+    @staticmethod
+    def of(work: np.recarray) -> Extent | None:
+        """Return the time from the first start to the last end; ``None``: there is no work."""
+        return Extent(int(work.start_ns.min()), int(work.end_ns.max())) if len(work) else None
+
 
 class Compute:
     """The work on streams without swap copies. The main stream is the one that is busy longest.
@@ -33,29 +38,24 @@ class Compute:
 
     def __init__(self, trace: Trace, engine: Engine) -> None:
         streams = [stream for found in engine.streams().values() for stream in found]
+        waits = engine.waits if trace.is_emulated else []
         work = trace.work
         length = work.end_ns - work.start_ns
         used = np.unique(work.stream[work.is_outer])
         self.main_stream = int(max(used, key=lambda stream: length[work.stream == stream].sum(), default=-1))
         self.shares_copy_stream = self.main_stream in streams
         """Whether swap copies run on the compute stream, which is a fault."""
-        self.all = work.where(~np.isin(work.stream, streams) | (work.stream == self.main_stream))
-        self.main = self.all.where(self.all.stream == self.main_stream)
+        self.all = work[~np.isin(work.stream, streams) | (work.stream == self.main_stream)]
+        self.main = self.all[self.all.stream == self.main_stream]
         self.num_streams = len(np.unique(self.all.stream))
-        self._busy_raw = _busy(self.main, engine.waits if trace.is_emulated else [])
-        covering = self.all.where(~self.all.is_comm)
-        raw = _busy(covering, engine.waits if trace.is_emulated else [])
-        self.busy = intervals.union(raw[:, 0], raw[:, 1], CLOSED_GAP_NS)
+        self._busy_main = _busy(self.main, waits)
+        self.busy = _busy(self.all[~self.all.is_comm], waits)
         """Intervals in which any compute stream is busy; communication is not counted: it spins while it waits."""
-        self._order(self.main.where(self.main.launch_start_ns != NO_LAUNCH))
-
-    def _order(self, known: Work) -> None:
+        known = self.main[self.main.launch_start_ns != NO_LAUNCH]
         self.num_ordered = len(known)
-        by_end = np.argsort(known.launch_end_ns, kind="stable")
-        self._launch_ends = known.launch_end_ns[by_end]
-        self._latest_end = np.maximum.accumulate(known.end_ns[by_end])
-        by_start = np.argsort(known.launch_start_ns, kind="stable")
-        self._launched = known.where(by_start)
+        by_end = known[np.argsort(known.launch_end_ns, kind="stable")]
+        self._launch_ends, self._latest_end = by_end.launch_end_ns, np.maximum.accumulate(by_end.end_ns)
+        self._launched = known[np.argsort(known.launch_start_ns, kind="stable")]
         self._earliest_start = np.minimum.accumulate(self._launched.start_ns[::-1])[::-1]
 
     def end_before(self, moment_ns: int) -> int | None:
@@ -70,25 +70,18 @@ class Compute:
 
     def extent(self, at: Range) -> Extent | None:
         """Return the device time of the main-stream work launched within ``at`` on its thread."""
-        work = self._launched
-        first, last = np.searchsorted(work.launch_start_ns, (at.start_ns, at.end_ns), side="left")
-        mine = work.thread[first:last] == at.thread
-        if not mine.any():
-            return None
-        return Extent(int(work.start_ns[first:last][mine].min()), int(work.end_ns[first:last][mine].max()))
+        first, last = np.searchsorted(self._launched.launch_start_ns, (at.start_ns, at.end_ns), side="left")
+        within = self._launched[first:last]
+        return Extent.of(within[within.thread == at.thread])
 
     def window(self, start_ns: int, end_ns: int) -> Extent | None:
         """Return the device time of all compute launched between two host times."""
-        work = self.all
-        launched = (work.launch_start_ns >= start_ns) & (work.launch_start_ns <= end_ns)
-        if not launched.any():
-            return None
-        return Extent(int(work.start_ns[launched].min()), int(work.end_ns[launched].max()))
+        launch = self.all.launch_start_ns
+        return Extent.of(self.all[(launch >= start_ns) & (launch <= end_ns)])
 
     def gaps(self, window: Extent) -> np.ndarray:
         """Return where the main stream idles, as intervals of shape (n, 2), without gaps below ``CLOSED_GAP_NS``."""
-        raw = self._busy_raw
-        busy = intervals.clip(intervals.union(raw[:, 0], raw[:, 1], CLOSED_GAP_NS), window.start_ns, window.end_ns)
+        busy = intervals.clip(self._busy_main, window.start_ns, window.end_ns)
         return intervals.subtract(np.array([[window.start_ns, window.end_ns]]), busy)
 
     def launch_of(self, start_ns: int) -> tuple[int, int] | None:
@@ -99,10 +92,8 @@ class Compute:
         return int(self.main.launch_start_ns[found]), int(self.main.thread[found])
 
 
-def _busy(work: Work, waits: Iterable[Wait]) -> np.ndarray:
-    outer = work.where(work.is_outer)
-    busy = intervals.union(outer.start_ns, outer.end_ns)
-    waiting = np.array([(wait.at.start_ns, wait.at.end_ns) for wait in waits], np.int64).reshape(-1, 2)
-    if len(waiting) == 0:
-        return busy
-    return intervals.subtract(busy, intervals.union(waiting[:, 0], waiting[:, 1]))
+def _busy(work: np.recarray, waits: Iterable[Wait]) -> np.ndarray:
+    """Return the intervals in which work runs that is not in ``waits``; short gaps are closed."""
+    outer = work[work.is_outer]
+    busy = intervals.subtract(intervals.union(outer.start_ns, outer.end_ns), intervals.of(wait.at for wait in waits))
+    return intervals.union(busy[:, 0], busy[:, 1], CLOSED_GAP_NS)

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from benchmarks.traces.records import MS, NO_LAUNCH, Memcpy, Range, Trace, TraceError
 
@@ -21,11 +20,8 @@ GROUP = re.compile(r"(swap_out|prefetch|swap_in) (layers\.\d+ mb\d+) .+")
 COPY = re.compile(r"copy_(out|in) (layers\.(\d+)/\S+) mb(\d+) (\d+)")
 WAIT = re.compile(r"(release|wait) (layers\.(\d+)/\S+) mb(\d+)")
 MEMORY = re.compile(r"memory (\d+)")
-
 LARGE_BYTES = 1 << 20
 """A copy of at least this size on a copy stream must belong to the engine; otherwise it is a fault."""
-
-Direction = Literal["out", "in"]
 DIRECTION_OF = {"DtoH": "out", "HtoD": "in"}
 
 
@@ -37,12 +33,15 @@ class Step:
     start_ns: int
     end_ns: int
 
+    def has(self, moment_ns: int) -> bool:
+        return self.start_ns <= moment_ns <= self.end_ns
+
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer's forward or backward over one micro-batch, in host time."""
+    """A layer's ``forward`` or ``backward`` over one micro-batch, in host time."""
 
-    what: Literal["forward", "backward"]
+    what: str
     layer: int
     micro_batch: int
     at: Range
@@ -52,7 +51,7 @@ class LayerRun:
 class Wait:
     """The host makes compute wait for a copy out (``release``) or for a copy in (``wait``)."""
 
-    what: Literal["release", "wait"]
+    what: str
     site: str
     layer: int
     micro_batch: int
@@ -61,9 +60,9 @@ class Wait:
 
 @dataclass
 class StorageCopy:
-    """The copy of one storage, in one or several pieces."""
+    """The copy of one storage, in one or several pieces. ``direction``: ``out`` or ``in``."""
 
-    direction: Direction
+    direction: str
     site: str
     layer: int
     micro_batch: int
@@ -74,6 +73,10 @@ class StorageCopy:
     why: str = ""
     """``swap_out``, ``prefetch`` or ``swap_in``; empty: the copy lies in no such range."""
     pieces: list[Memcpy] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"copy_{self.direction} {self.site} mb{self.micro_batch}"
 
     @property
     def group(self) -> str:
@@ -92,25 +95,28 @@ class StorageCopy:
 class Engine:
     """The engine's ranges by type, each list in order of time."""
 
-    steps: list[Step]
-    layers: list[LayerRun]
-    copies: list[StorageCopy]
-    waits: list[Wait]
-    memory: list[tuple[int, int]]
+    steps: list[Step] = field(default_factory=list)
+    layers: list[LayerRun] = field(default_factory=list)
+    copies: list[StorageCopy] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    memory: list[tuple[int, int]] = field(default_factory=list)
     """Samples of (host time, bytes allocated)."""
-    other_copies: list[Memcpy]
+    other_copies: list[Memcpy] = field(default_factory=list)
     """Copies between host and device that belong to no range."""
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
     """Inconsistencies within the trace itself."""
 
     def step_at(self, moment_ns: int) -> Step | None:
         """Return the step that contains host time ``moment_ns``; ``None``: no traced step does."""
-        found = bisect_right(self.steps, moment_ns, key=lambda step: step.start_ns) - 1
-        return self.steps[found] if found >= 0 and moment_ns <= self.steps[found].end_ns else None
+        return _holding(self.steps, moment_ns)
 
-    def streams(self) -> dict[Direction, list[int]]:
+    def launched_in(self, step: Step, direction: str = "") -> list[StorageCopy]:
+        """Return the copies of a step, in a direction or both."""
+        return [copy for copy in self.copies if step.has(copy.at.start_ns) and direction in ("", copy.direction)]
+
+    def streams(self) -> dict[str, list[int]]:
         """Return the streams of the swap copies, by direction."""
-        found: dict[Direction, set[int]] = {"out": set(), "in": set()}
+        found: dict[str, set[int]] = {"out": set(), "in": set()}
         for copy in self.copies:
             found[copy.direction].update(piece.stream for piece in copy.pieces)
         return {direction: sorted(streams) for direction, streams in found.items()}
@@ -122,7 +128,7 @@ def read_engine(trace: Trace) -> Engine:
     Raises:
         TraceError: no ``step`` or no ``copy_out`` range is in the trace.
     """
-    engine = Engine([], [], [], [], [], [], [])
+    engine = Engine()
     groups: dict[int, list[Range]] = defaultdict(list)
     for found in trace.ranges:
         _sort_in(engine, groups, found)
@@ -139,7 +145,7 @@ def read_engine(trace: Trace) -> Engine:
     for copy in engine.copies:
         group = _holding(groups[copy.at.thread], copy.at.start_ns)
         if group is None:
-            engine.problems.append(f"copy_{copy.direction} {copy.site} mb{copy.micro_batch} lies in no group's range")
+            engine.problems.append(f"{copy.name} lies in no group's range")
         else:
             copy.ordered_ns, copy.why = group.start_ns, group.name.split()[0]
     _assign_copies(engine, trace.copies)
@@ -147,28 +153,24 @@ def read_engine(trace: Trace) -> Engine:
 
 
 def _sort_in(engine: Engine, groups: dict[int, list[Range]], at: Range) -> None:
-    name = at.name
-    if match := COPY.fullmatch(name):
-        direction: Direction = "out" if match[1] == "out" else "in"
-        engine.copies.append(StorageCopy(direction, match[2], int(match[3]), int(match[4]), int(match[5]), at))
-    elif match := WAIT.fullmatch(name):
-        what: Literal["release", "wait"] = "release" if match[1] == "release" else "wait"
-        engine.waits.append(Wait(what, match[2], int(match[3]), int(match[4]), at))
-    elif match := LAYER.fullmatch(name):
-        way: Literal["forward", "backward"] = "forward" if match[1] == "forward" else "backward"
-        engine.layers.append(LayerRun(way, int(match[2]), int(match[3]), at))
-    elif GROUP.fullmatch(name):
+    if match := COPY.fullmatch(at.name):
+        engine.copies.append(StorageCopy(match[1], match[2], int(match[3]), int(match[4]), int(match[5]), at))
+    elif match := WAIT.fullmatch(at.name):
+        engine.waits.append(Wait(match[1], match[2], int(match[3]), int(match[4]), at))
+    elif match := LAYER.fullmatch(at.name):
+        engine.layers.append(LayerRun(match[1], int(match[2]), int(match[3]), at))
+    elif GROUP.fullmatch(at.name):
         groups[at.thread].append(at)
-    elif match := STEP.fullmatch(name):
+    elif match := STEP.fullmatch(at.name):
         engine.steps.append(Step(int(match[1]), at.start_ns, at.end_ns))
-    elif match := MEMORY.fullmatch(name):
+    elif match := MEMORY.fullmatch(at.name):
         engine.memory.append((at.start_ns, int(match[1])))
 
 
-def _holding(ranges: Sequence[Range], moment_ns: int) -> Range | None:
-    """Return the range that contains ``moment_ns``; ``ranges`` are disjoint, sorted and of one thread."""
-    found = bisect_right(ranges, moment_ns, key=lambda at: at.start_ns) - 1
-    return ranges[found] if found >= 0 and moment_ns <= ranges[found].end_ns else None
+def _holding[Span: (Range, Step)](spans: Sequence[Span], moment_ns: int) -> Span | None:
+    """Return the one of ``spans`` that contains ``moment_ns``; they are disjoint and sorted."""
+    found = bisect_right(spans, moment_ns, key=lambda span: span.start_ns) - 1
+    return spans[found] if found >= 0 and moment_ns <= spans[found].end_ns else None
 
 
 def _assign_copies(engine: Engine, copies: Sequence[Memcpy]) -> None:
@@ -183,10 +185,6 @@ def _assign_copies(engine: Engine, copies: Sequence[Memcpy]) -> None:
             candidates[found].pieces.append(memcpy)
         else:
             engine.other_copies.append(memcpy)
-    _judge_pieces(engine)
-
-
-def _judge_pieces(engine: Engine) -> None:
     streams = {stream for found in engine.streams().values() for stream in found}
     first_ns = engine.steps[0].start_ns
     for memcpy in engine.other_copies:
@@ -200,10 +198,10 @@ def _judge_pieces(engine: Engine) -> None:
     for storage in engine.copies:
         moved = sum(piece.num_bytes for piece in storage.pieces)
         wrong = {piece.direction for piece in storage.pieces if DIRECTION_OF.get(piece.direction) != storage.direction}
-        name = f"copy_{storage.direction} {storage.site} mb{storage.micro_batch}"
         if moved != storage.num_bytes:
-            engine.problems.append(f"{name}: announced {storage.num_bytes} bytes, its copies moved {moved}")
+            said = f"announced {storage.num_bytes} bytes, its copies moved {moved}"
+            engine.problems.append(f"{storage.name}: {said}")
         if wrong:
-            engine.problems.append(f"{name}: copied {', '.join(sorted(wrong))}")
+            engine.problems.append(f"{storage.name}: copied {', '.join(sorted(wrong))}")
     # A storage without copies has no times: it was reported above and is dropped here.
     engine.copies = [storage for storage in engine.copies if storage.pieces]

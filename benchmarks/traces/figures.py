@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.traces import intervals
 from benchmarks.traces.device import Compute, Extent
-from benchmarks.traces.engine import Direction, Engine, Step, StorageCopy
+from benchmarks.traces.engine import Engine, Step, StorageCopy
 from benchmarks.traces.records import MS, Range
 from benchmarks.traces.storages import TracedStorage
 
@@ -72,9 +72,7 @@ class Gap:
 
 def copy_spans(copies: Sequence[StorageCopy]) -> np.ndarray:
     """Return the intervals in which at least one copy ran, shape (n, 2)."""
-    pieces = [(piece.start_ns, piece.end_ns) for copy in copies for piece in copy.pieces]
-    spans = np.array(pieces, np.int64).reshape(-1, 2)
-    return intervals.union(spans[:, 0], spans[:, 1])
+    return intervals.of(piece for copy in copies for piece in copy.pieces)
 
 
 def hidden_share(spans: np.ndarray, busy: np.ndarray) -> float | None:
@@ -106,16 +104,14 @@ def find_stalls(storages: Sequence[TracedStorage], compute: Compute) -> list[Sta
     launched after it. The stall is the part of this idle time after the host enqueued the wait and before the copy
     ended: before that the host was late, after that nothing blocked compute. Stalls of several waits may overlap.
     """
-    waits = [(storage.release, storage.out) for storage in storages if storage.release]
-    waits += [(storage.overtaken, storage.out) for storage in storages if storage.overtaken]
-    waits += [(back.wait, back.copy) for storage in storages for back in storage.reloads if back.wait]
+    waits = [(wait, storage.out) for storage in storages for wait in (storage.release, storage.overtaken)]
+    waits += [(back.wait, back.copy) for storage in storages for back in storage.reloads]
     stalls = []
     for wait, copy in waits:
-        next_start = compute.start_after(wait.at.end_ns)
-        if next_start is None:
+        next_start = None if wait is None else compute.start_after(wait.at.end_ns)
+        if wait is None or next_start is None:
             continue
-        idle_since = compute.end_before(wait.at.start_ns)
-        start_ns = wait.at.start_ns if idle_since is None else max(wait.at.start_ns, idle_since)
+        start_ns = max(wait.at.start_ns, compute.end_before(wait.at.start_ns) or wait.at.start_ns)
         end_ns = min(copy.end_ns, next_start)
         if end_ns > start_ns:
             stalls.append(Stall(wait.what, wait.site, wait.micro_batch, start_ns, end_ns))
@@ -124,7 +120,7 @@ def find_stalls(storages: Sequence[TracedStorage], compute: Compute) -> list[Sta
 
 def stalled_ms(stalls: Sequence[Stall]) -> float:
     """Return the time, in ms, in which at least one stall lasted."""
-    return intervals.total(_spans(stalls)) / MS
+    return intervals.total(intervals.of(stalls)) / MS
 
 
 def find_gaps(steps: Sequence[Step], compute: Compute, stalls: Sequence[Stall], ranges: Sequence[Range]) -> list[Gap]:
@@ -143,7 +139,7 @@ def _gap(
     compute: Compute, stalls: Sequence[Stall], ranges: Sequence[Range],
 ) -> Gap:  # fmt: skip
     inside = [s for s in stalls if s.end_ns > start_ns and s.start_ns < end_ns]
-    stalled_ns = intervals.total(intervals.clip(_spans(inside), start_ns, end_ns))
+    stalled_ns = intervals.total(intervals.clip(intervals.of(inside), start_ns, end_ns))
     if 2 * stalled_ns >= end_ns - start_ns:
         owner = max(inside, key=lambda s: min(s.end_ns, end_ns) - max(s.start_ns, start_ns)).name
     else:
@@ -164,12 +160,7 @@ def _launching_range(start_ns: int, compute: Compute, ranges: Sequence[Range]) -
     return min(around, key=lambda at: at.end_ns - at.start_ns).name if around else "outside all ranges"
 
 
-def _spans(stalls: Sequence[Stall]) -> np.ndarray:
-    spans = np.array([(stall.start_ns, stall.end_ns) for stall in stalls], np.int64).reshape(-1, 2)
-    return intervals.union(spans[:, 0], spans[:, 1])
-
-
-def predict(engine: Engine, compute: Compute, direction: Direction) -> float | None:
+def predict(engine: Engine, compute: Compute, direction: str) -> float | None:
     """Predict the hidden fraction of the copies in one direction: ``min(1, time × speed / bytes)``.
 
     *Time* is the busy time of compute that can hide a micro-batch's copies. For copies out it lies between the end of

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import numpy as np
+
+
+class Span(Protocol):
+    @property
+    def start_ns(self) -> int: ...
+
+    @property
+    def end_ns(self) -> int: ...
+
+
+def of(spans: Iterable[Span]) -> np.ndarray:
+    """Return the union of ``spans``."""
+    found = np.array([(span.start_ns, span.end_ns) for span in spans], np.int64).reshape(-1, 2)
+    return union(found[:, 0], found[:, 1])
 
 
 def union(starts: np.ndarray, ends: np.ndarray, close_below: int = 0) -> np.ndarray:

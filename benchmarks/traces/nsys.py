@@ -5,18 +5,17 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.traces.records import NO_LAUNCH, WITHIN_DEVICE, Memcpy, Range, Trace, TraceError, in_order, work_from
+from benchmarks.traces.records import Activities, Range, Trace, TraceError, in_order, work_from
 
-KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
-MEMCPY = "CUPTI_ACTIVITY_KIND_MEMCPY"
-MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
-RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
+KERNEL, MEMCPY, MEMSET, RUNTIME = (f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "RUNTIME"))
 NVTX = "NVTX_EVENTS"
+ON_DEVICE = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
 NEEDED = {
-    KERNEL: ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "shortName"),
-    MEMCPY: ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "bytes", "copyKind"),
+    KERNEL: (*ON_DEVICE, "shortName"),
+    MEMCPY: (*ON_DEVICE, "bytes", "copyKind"),
     RUNTIME: ("start", "end", "globalTid", "correlationId"),
     NVTX: ("start", "end", "eventType", "text", "globalTid"),
     "StringIds": ("id", "value"),
@@ -24,6 +23,9 @@ NEEDED = {
 PUSH_POP = 59
 DIRECTIONS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 """The values of CUPTI's CUpti_ActivityMemcpyKind that occur here."""
+MINE = "deviceId = ? AND globalPid = ?"
+IN_PROCESS = "globalTid & ~0xFFFFFF = ?"
+"""The low 24 bits of a global thread number are the thread's own, the rest is its process."""
 
 
 def read_nsys(path: Path) -> Trace:
@@ -44,19 +46,15 @@ class _Database:
         self._path = path
         self._database = database
         self._tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
-        self._check()
-        self._strings: dict[int, str] = dict(database.execute("SELECT id, value FROM StringIds"))
-
-    def _check(self) -> None:
         for table, columns in NEEDED.items():
             if table not in self._tables:
                 raise TraceError(
-                    f"{self._path}: table {table} is missing: the run put nothing into it, or it was not asked for. "
+                    f"{path}: table {table} is missing: the run put nothing into it, or it was not asked for. "
                     "Trace with `nsys profile --trace=cuda,nvtx` and --swap-profile nsys (tools/profile.sh does both)."
                 )
-            missing = set(columns) - self._columns(table)
-            if missing:
-                raise TraceError(f"{self._path}: table {table} has no column {', '.join(sorted(missing))}.")
+            if missing := set(columns) - self._columns(table):
+                raise TraceError(f"{path}: table {table} has no column {', '.join(sorted(missing))}.")
+        self._strings: dict[int, str] = dict(database.execute("SELECT id, value FROM StringIds"))
 
     def _columns(self, table: str) -> set[str]:
         return {row[1] for row in self._database.execute(f"PRAGMA table_info({table})")}
@@ -70,45 +68,36 @@ class _Database:
         ).fetchone() or (None, None)
         if process is None:
             raise TraceError(f"{self._path}: no kernel in it. Was the captured part of the run on a GPU?")
-        # The low 24 bits of a global thread number are the thread's own, the rest is its process.
-        in_process = "globalTid & ~0xFFFFFF = ?"
-        ranges = self._ranges(in_process, process)
+        ranges = self._ranges(process)
         if not ranges:
             raise TraceError(f"{self._path}: no NVTX range of the process that used GPU {device} in it.")
         origin = min(found.start_ns for found in ranges)
         launches: dict[int, tuple[int, int, int]] = {}
-        selected = self._select("correlationId, start, end, globalTid", RUNTIME, in_process, process)
-        for number, start, end, thread in selected:
+        for number, start, end, thread in self._select(
+            "correlationId, start, end, globalTid", RUNTIME, IN_PROCESS, process
+        ):
             launch = (start - origin, end - origin, thread)
             launches[number] = min(launches.get(number, launch), launch)
-        unknown = (NO_LAUNCH, NO_LAUNCH, 0)
-        mine = "deviceId = ? AND globalPid = ?"
-        communication = {number for number, text in self._strings.items() if text.startswith("nccl")}
-        rows: list[tuple] = []
+        activities = Activities(launches)
         for table, name in ((KERNEL, "shortName"), (MEMSET, "0")):
-            if table in self._tables:
-                columns = f"start, end, streamId, correlationId, {name}"
-                for start, end, stream, number, name_id in self._select(columns, table, mine, device, process):
-                    launch = launches.get(number, unknown)
-                    rows.append((start - origin, end - origin, *launch, stream, name_id in communication, True))
-        copies = []
+            columns = f"start, end, streamId, correlationId, {name}"
+            rows = self._select(columns, table, MINE, device, process) if table in self._tables else []
+            for start, end, stream, number, text in rows:
+                is_comm = self._strings.get(text, "").startswith("nccl")
+                activities.add_work((start - origin, end - origin), stream, number, is_comm)
         columns = "copyKind, bytes, start, end, streamId, correlationId"
-        for kind, num_bytes, start, end, stream, number in self._select(columns, MEMCPY, mine, device, process):
-            launch = launches.get(number, unknown)
+        for kind, num_bytes, start, end, stream, number in self._select(columns, MEMCPY, MINE, device, process):
             direction = DIRECTIONS.get(kind, f"kind {kind}")
-            if direction == WITHIN_DEVICE:
-                rows.append((start - origin, end - origin, *launch, stream, False, True))
-                continue
-            copies.append(Memcpy(direction, num_bytes, start - origin, end - origin, stream, launch[0], launch[2]))
-        shifted = [Range(r.name, r.start_ns - origin, r.end_ns - origin, r.thread) for r in ranges]
-        return Trace("nsys", False, work_from(rows), copies, in_order(shifted))
+            activities.add_copy(direction, num_bytes, (start - origin, end - origin), stream, number)
+        shifted = [replace(found, start_ns=found.start_ns - origin, end_ns=found.end_ns - origin) for found in ranges]
+        return Trace("nsys", False, work_from(activities.rows), activities.copies, in_order(shifted))
 
-    def _ranges(self, where: str, process: int) -> list[Range]:
+    def _ranges(self, process: int) -> list[Range]:
         """Return the push/pop ranges of the program itself, without those of libraries' domains."""
         columns = self._columns(NVTX)
         text_id = "textId" if "textId" in columns else "NULL"
         own = " AND COALESCE(domainId, 0) = 0" if "domainId" in columns else ""
-        complete = f"eventType = {PUSH_POP} AND end IS NOT NULL AND {where}{own}"
+        complete = f"eventType = {PUSH_POP} AND end IS NOT NULL AND {IN_PROCESS}{own}"
         selected = self._select(f"text, {text_id}, start, end, globalTid", NVTX, complete, process)
         return [
             Range(text if text is not None else self._strings.get(number, ""), start, end, thread)

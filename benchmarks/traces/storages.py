@@ -40,18 +40,12 @@ class TracedStorage:
 
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each event that the engine always records and that is missing."""
+        name = f"step {self.step.number}: {self.out.site} mb{self.out.micro_batch} was copied in, but"
         if self.reloads and self.release is None:
-            yield f"step {self.step.number}: {self.name} was copied in, but never released after its copy out"
+            yield f"{name} never released after its copy out"
         for reload in self.reloads:
             if reload.wait is None:
-                yield (
-                    f"step {self.step.number}: {self.name} was copied in, but nothing waited for that copy: a kernel "
-                    "may read it too early"
-                )
-
-    @property
-    def name(self) -> str:
-        return f"{self.out.site} mb{self.out.micro_batch}"
+                yield f"{name} nothing waited for that copy: a kernel may read it too early"
 
 
 def find_storages(engine: Engine) -> tuple[list[TracedStorage], list[str]]:
@@ -81,22 +75,19 @@ def _append(storages: list[TracedStorage], event: StorageCopy | Wait) -> bool:
     if isinstance(event, StorageCopy):
         # With retain_graph, a second backward copies the same storage in again.
         last = storages[-1] if storages else None
-        storage = next((storage for storage in storages if storage.release and not storage.reloads), last)
-        if storage is None:
-            return False
-        storage.reloads.append(Reload(event))
-    elif event.what == "release":
-        storage = next((storage for storage in storages if not storage.release and not storage.reloads), None)
-        if storage is None:
-            return False
-        storage.release = event
-    else:
-        waiting = next((reload for storage in storages for reload in storage.reloads if reload.wait is None), None)
-        if waiting is not None:
-            waiting.wait = event
-            return True
-        storage = next((storage for storage in storages if storage.stayed), None)
+        storage = next((one for one in storages if one.release and not one.reloads), last)
         if storage is not None:
-            storage.overtaken = event
-        return bool(storages)
-    return True
+            storage.reloads.append(Reload(event))
+        return storage is not None
+    if event.what == "release":
+        storage = next((one for one in storages if not one.release and not one.reloads), None)
+        if storage is not None:
+            storage.release = event
+        return storage is not None
+    waiting = next((reload for one in storages for reload in one.reloads if reload.wait is None), None)
+    kept = next((one for one in storages if one.stayed), None)
+    if waiting is not None:
+        waiting.wait = event
+    elif kept is not None:
+        kept.overtaken = event
+    return bool(storages)

@@ -36,7 +36,7 @@ def test_a_run_is_traced_and_judged(tmp_path: Path):
     assert "clean: every copy ran in order; number and bytes match the summary" in done.stdout
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert names == {
-        "about.json", "run.json", "rank-0.json.gz", "findings.json", "copies.csv", "step.png", "trace.perfetto.json.gz",
+        "about.json", "run.json", "rank-0.json.gz", "findings.json", "copies.csv", "trace.perfetto.json.gz",
     }  # fmt: skip
     findings = json.loads((tmp_path / "new" / "findings.json").read_text())
     summary = json.loads((tmp_path / "new" / "run.json").read_text())

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rows import GIB, read_rows
-from benchmarks.sweeps import rows as sweep_rows
+from benchmarks.rows import GIB, check_sweep_row, read_rows
 from benchmarks.sweeps.forecast import MARGIN, Tiers
 from benchmarks.sweeps.sweep import find_sweep, load_sweep
 from benchmarks.sweeps.table import largest_by_method
@@ -43,11 +42,11 @@ def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     first.send_signal(signal.SIGTERM)
     said, _ = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 130, said
-    kept = read_rows(output, sweep_rows.check)
+    kept = read_rows(output, check_sweep_row)
 
     done = subprocess.run([*command, "--resume"], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = read_rows(output, sweep_rows.check)
+    rows = read_rows(output, check_sweep_row)
     assert [row for row in rows if row in kept] == kept
     found = {one.method: one for one in largest_by_method(rows)}
     none, host, layers = (found[name] for name in ("none", "ours-host", "ours-layers"))

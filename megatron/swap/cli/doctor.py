@@ -24,10 +24,9 @@ OPTIONAL = {
 """Packages that training can run without, and the effect of their absence."""
 EXTRAS = {
     "measure": {
-        "rich": "no tools/preprocess_data.py, tools/bench.py, tools/sweep.py, no analysis of traces",
-        "matplotlib": "no pictures of plans, traces and benchmarks",
+        "rich": "no tools/preprocess_data.py",
+        "matplotlib": "no pictures of plans and benchmarks, no tools/report.py",
         "jinja2": "no tools/report.py",
-        "markdown": "no tools/report.py",
     },
     "te": {"transformer_engine": "no TransformerEngine layers; the local implementation is slower"},
 }

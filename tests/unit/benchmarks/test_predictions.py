@@ -18,7 +18,7 @@ from benchmarks.suites.suite import find_suite, load_suite, suite_names
 from megatron.swap.common.plan import load_plan
 from megatron.swap.planner.profile import save_profile, sha256
 from tests.unit.benchmarks.made_report import RESULTS, ROOT, a_row
-from tests.unit.benchmarks.test_run_planning import a_plan
+from tests.unit.benchmarks.test_runner import a_plan
 from tests.unit.planner.cases import random_profile
 
 NAME = "docs/results/predictions/one.json"

@@ -1,4 +1,4 @@
-"""The schema of result rows, and the messages for rows that break it."""
+"""The schema of result rows and the messages for rows that break it; result files that grow, resume and are locked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rows import FIELDS, UNPLANNED, RowError, check_row, peak_gib, read_rows, write_rows
+from benchmarks.rows import UNPLANNED, Row, RowError, check_row, peak_gib, read_rows, write_rows
+from benchmarks.store import ResultStore, StoreError, check_beside, locked
+from tests.unit.benchmarks.made_report import a_row
 
 
 def row(**changed: Any) -> dict[str, Any]:
@@ -26,14 +28,10 @@ def row(**changed: Any) -> dict[str, Any]:
 MEASURED = ("step_ms_median", "step_ms_all", "first_step_ms", "host_peak_gib", "tokens_per_s", "num_params", "loss_hex")
 
 
-def test_the_fields_are_those_of_the_contract() -> None:
-    assert set(FIELDS) == set(row())
-    check_row(row())
-
-
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", row())
 def test_every_field_is_needed(field: str) -> None:
     broken = row()
+    check_row(broken)
     del broken[field]
     with pytest.raises(RowError, match=f"line 3 .*field '{field}' is missing"):
         check_row(broken, "line 3")
@@ -56,7 +54,9 @@ def test_a_good_run_has_none(field: str) -> None:
     ("field", "value", "said"),
     [
         ("outcome", "crashed", "'outcome' is 'crashed'; allowed"),
-        ("outcome", None, "'outcome' is None"),
+        ("outcome", None, "'outcome' is null"),
+        ("date", "yesterday", "a time in ISO 8601 is expected"),
+        ("date", 7, "a time in ISO 8601 is expected"),
         ("step_ms_median", "2.5", "'step_ms_median' is '2.5', not of type int or float"),
         ("step_ms_all", [1.0, "2"], r"'step_ms_all\[\]' is '2'"),
         ("num_params", 1.5, "'num_params' is 1.5, not of type int"),
@@ -115,3 +115,95 @@ def test_lines_that_are_no_rows(tmp_path: Path, line: str, said: str) -> None:
     path.write_text(f"{json.dumps(row())}\n{line}\n")
     with pytest.raises(RowError, match=said):
         read_rows(path)
+
+
+# ------------------------------------------------------------------------------------------- result files
+
+
+def test_a_file_is_held_by_all_of_its_names(tmp_path: Path) -> None:
+    rows, another = tmp_path / "rows.jsonl", tmp_path / "another.jsonl"
+    rows.touch()
+    another.symlink_to(rows)
+    with locked(rows), pytest.raises(StoreError, match="another run is writing it"), locked(another):
+        pass
+    with locked(another):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "another.jsonl"}
+
+
+def test_what_is_somebodys_is_not_overwritten(tmp_path: Path) -> None:
+    rows, table = tmp_path / "rows.jsonl", tmp_path / "rows.md"
+    check_beside(rows)
+    table.write_text("mine")
+    with pytest.raises(StoreError, match=r"rows\.md is there, and would be overwritten"):
+        check_beside(rows)
+    rows.touch()
+    with pytest.raises(StoreError, match="would be overwritten"):
+        check_beside(rows)
+    rows.write_text("{}")
+    check_beside(rows)
+    table.unlink()
+    table.mkdir()
+    with pytest.raises(StoreError, match="would be overwritten"):
+        check_beside(rows)
+
+
+def test_every_row_is_in_the_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    path.parent.mkdir()
+    store = ResultStore(path, resume=False)
+    for number in range(3):
+        store.append(a_row(str(number), 10.0, 1.0))
+        assert read_rows(path) == store.rows
+    store.replace(store.rows[1:])
+    assert [row["method"] for row in read_rows(path)] == ["1", "2"]
+
+
+def test_a_wrong_row_leaves_file_and_rows_as_they_were(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "rows.jsonl", resume=False)
+    store.append(a_row("one", 10.0, 1.0))
+    with pytest.raises(RowError, match="'commit' is null"):
+        store.append({**a_row("two", 10.0, 1.0), "commit": None})
+    assert store.rows == read_rows(tmp_path / "rows.jsonl") == [a_row("one", 10.0, 1.0)]
+
+
+def test_a_file_is_continued_only_where_that_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    ResultStore(path, resume=True).append(a_row("one", 10.0, 1.0))
+    with pytest.raises(StoreError, match=r"rows\.jsonl exists: continue it with --resume, or name another file"):
+        ResultStore(path, resume=False)
+    store = ResultStore(path, resume=True)
+    store.append(a_row("two", 10.0, 1.0))
+    assert [row["method"] for row in read_rows(path)] == ["one", "two"]
+
+
+def test_rows_are_checked_as_the_owner_says(tmp_path: Path) -> None:
+    def check(row: Row, where: str) -> None:
+        raise RowError(f"{where} has no axis")
+
+    path = tmp_path / "rows.jsonl"
+    ResultStore(path, resume=False).append(a_row("one", 10.0, 1.0))
+    with pytest.raises(RowError, match=r"rows\.jsonl:1 has no axis"):
+        ResultStore(path, resume=True, check=check)
+
+
+def test_without_a_file_rows_stay_in_memory(tmp_path: Path) -> None:
+    store = ResultStore(None, resume=False)
+    store.append(a_row("one", 10.0, 1.0))
+    assert [row["method"] for row in store.rows] == ["one"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_are_not_comparable_are_refused(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "rows.jsonl", resume=True)
+    store.require_same("a none", {"commit": "x", "more": 1}, {"commit": "x"})
+    with pytest.raises(StoreError, match=r"--resume: .*rows\.jsonl has commit 'x' for a none, this run has 'y': rows "):
+        store.require_same("a none", {"commit": "x"}, {"commit": "y"})
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StoreError, match=r"rows\.jsonl cannot be written .*; name another file"), locked(
+        tmp_path / "file" / "rows.jsonl"
+    ):
+        pass

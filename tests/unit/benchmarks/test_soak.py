@@ -12,7 +12,7 @@ from benchmarks.soak import command, lengths
 from benchmarks.soak.kills import saved_step
 from benchmarks.soak.meters import MIB, Metrics, changes, curve
 from benchmarks.soak.meters import grown as judged
-from megatron.swap.common.leftovers import own_folder
+from benchmarks.soak.process import as_row
 
 CYCLE = 4
 
@@ -74,9 +74,8 @@ def test_a_curve_has_few_points() -> None:
     assert found["num_files"][0] == [44, 20]
 
 
-def run(tmp_path: Path, case: str, num_steps: int) -> dict[str, Any]:
-    with own_folder("soak-", tmp_path) as (folder, owner):
-        row = command.run_case(case, num_steps, folder, owner)
+def run(case: str, num_steps: int) -> dict[str, Any]:
+    row = command.run_case(case, num_steps)
     assert row["losses_equal"]
     assert row["offloaded_bytes"] > 0
     assert [change for change in row["changes"] if not change["is_flat"]] == []
@@ -86,9 +85,9 @@ def run(tmp_path: Path, case: str, num_steps: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_three_hundred_steps_of_the_trainer(tmp_path: Path) -> None:
+def test_three_hundred_steps_of_the_trainer() -> None:
     """Plans and lengths change, evaluations and checkpoints come between, optimizer state lies on disk."""
-    assert run(tmp_path, "planned", 300)["num_plan_changes"] >= 6
+    assert run("planned", 300)["num_plan_changes"] >= 6
 
 
 @pytest.mark.slow
@@ -132,17 +131,17 @@ def test_runs_that_end_at_different_steps_are_compared_as_far_as_both_went() -> 
     found = samples(24)
     swapped = {"losses": ["a", "b", "c"], "offloaded_bytes": 1}
     for plain, is_equal in ((["a", "b"], True), (["a", "b", "c", "d"], True), (["a", "x"], False), ([], False)):
-        row = command.as_row("planned", "", CYCLE, dict(swapped), {"losses": plain}, found)
+        row = as_row("planned", "", CYCLE, dict(swapped), {"losses": plain}, found)
         assert (row["losses_equal"], row["num_compared"]) == (is_equal, min(3, len(plain)))
 
 
 @pytest.mark.slow
-def test_a_loop_that_always_has_a_graph_outstanding(tmp_path: Path) -> None:
-    run(tmp_path, "outstanding graphs", 300)
+def test_a_loop_that_always_has_a_graph_outstanding() -> None:
+    run("outstanding graphs", 300)
 
 
-def test_a_loop_whose_steps_are_interrupted(tmp_path: Path) -> None:
-    run(tmp_path, "interrupted steps", 150)
+def test_a_loop_whose_steps_are_interrupted() -> None:
+    run("interrupted steps", 150)
 
 
 def test_a_case_that_differs_or_grows_ends_with_an_error(

@@ -52,10 +52,10 @@ def test_the_doctor_says_which_extras_are_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "find_problem", lambda name: None)
-    monkeypatch.setattr(doctor, "is_missing", lambda name: name in ("rich", "markdown"))
+    monkeypatch.setattr(doctor, "is_missing", lambda name: name in ("rich", "jinja2"))
     assert doctor.main([]) == 0
     said = capsys.readouterr()
-    assert said.err.startswith("[megatron-swap] note: extra measure is not complete, rich, markdown missing: ")
+    assert said.err.startswith("[megatron-swap] note: extra measure is not complete, rich, jinja2 missing: ")
     assert "extra te" not in said.err
     assert said.out.startswith(f"{sys.executable} can train")
 

@@ -1,0 +1,202 @@
+"""Make the runs of a grid of methods and cases, each in a process of its own, and write what they found.
+
+While one process builds its model, the next process imports its packages and then waits. The running process starts
+its timed steps only once the next one waits, so that no other process works during a measurement.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from matplotlib.figure import Figure
+
+from benchmarks.rows import NOT_READY, Row
+from benchmarks.runner.launch import Child, Finished
+from benchmarks.runner.program import INTERRUPTED, RUNS_LEFT
+from benchmarks.runner.request import NotReady, Request
+
+Run = dict[str, Any]
+"""The result of one process: `outcome`, and `output_tail` if it failed, else its measurements."""
+
+
+class Item(Protocol):
+    """One run."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def requires(self) -> Sequence[str]:
+        """Return the packages that the run imports."""
+
+
+class Grid[One: Item](Protocol):
+    """Runs to make, and what is known of those that were made."""
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    @property
+    def time_limit_s(self) -> float: ...
+
+    @property
+    def host_limit_gib(self) -> float | None: ...
+
+    def todo(self) -> list[One]:
+        """Return the open runs that are known. The first is made next."""
+
+    def num_left(self) -> int: ...
+
+    def request(self, item: One) -> Request:
+        """Return the request of a run. Raises: `NotReady`."""
+
+    def add(self, item: One, run: Run, seconds: float) -> str:
+        """Store a run, and return it as a line."""
+
+
+class Runner[One: Item]:
+    """Makes runs of a grid, and starts the process of the next one ahead."""
+
+    def __init__(self, grid: Grid[One]) -> None:
+        self._grid = grid
+        self._child: Child | None = None
+        self._ahead: Child | None = None
+
+    def make(self, item: One, following: Sequence[One]) -> Run:
+        """Make one run. `following`: those after it, as far as they are known."""
+        request = self._request(item)
+        if isinstance(request, dict):
+            return request
+        if self._ahead is not None and self._ahead.request != request:  # started for another run
+            self._ahead.close()
+            self._ahead = None
+        with undisturbed():
+            self._child, self._ahead = self._ahead or Child(request, on_gpu=self._grid.on_gpu), None
+        self._child.say("go")
+        able = next((one for one in following if missing(one) is None), None)
+        beyond = None if able is None else self._request(able)
+        if isinstance(beyond, Request):
+            with undisturbed():
+                self._ahead = Child(beyond, on_gpu=self._grid.on_gpu)
+        starter = _Starter(self._child, self._ahead)
+        finished = self._child.finish(self._grid.time_limit_s, self._grid.host_limit_gib, starter)
+        self._child.close()
+        self._child = None
+        return _run(finished)
+
+    def _request(self, item: One) -> Request | Run:
+        """Return the request of a run; for a run that cannot be made, its result with the reason."""
+        if (package := missing(item)) is not None:
+            return {"outcome": f"missing: {package}", "output_tail": f"no module named {package}"}
+        try:
+            return self._grid.request(item)
+        except NotReady as error:
+            return {"outcome": NOT_READY, "output_tail": str(error)}
+
+    def close(self) -> None:
+        for process in (self._child, self._ahead):
+            if process is not None:
+                process.close()
+
+
+class _Starter:
+    """Start the timed steps of the running process once the next process is quiet."""
+
+    def __init__(self, child: Child, ahead: Child | None) -> None:
+        self._child, self._ahead, self._has_started = child, ahead, False
+
+    def __call__(self) -> None:
+        if not self._has_started and (self._ahead is None or self._ahead.is_quiet()):
+            self._child.say("time")
+            self._has_started = True
+
+
+def _run(finished: Finished) -> Run:
+    if finished.outcome != "ok":
+        return {"outcome": finished.outcome, "output_tail": finished.output_tail}
+    return {"outcome": "ok", **finished.result}
+
+
+def missing(item: Item) -> str | None:
+    """Return the first package that a run needs and that is missing; `None`: all are installed."""
+    packages = [name.split(".")[0] for name in item.requires]
+    return next((name for name in packages if importlib.util.find_spec(name) is None), None)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Delay SIGINT and SIGTERM until the block ends, so that a process started in it is always closed."""
+    waiting: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, frame: waiting.append(number)) for number in ending}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if waiting:
+            signal.raise_signal(waiting[0])
+
+
+def measure[One: Item](
+    grid: Grid[One], time_limit_s: float | None, make: Callable[[One, Sequence[One]], Run] | None = None
+) -> bool:
+    """Make the open runs of a grid with ``make``, by default in processes. A line is printed for each.
+
+    Returns:
+        `True`: all runs are done. `False`: another run as long as the longest would not end within `time_limit_s`.
+    """
+    began, longest_s, num_done = time.monotonic(), 0.0, 0
+    runner = Runner(grid)
+    try:
+        while todo := grid.todo():
+            start = time.monotonic()
+            if time_limit_s is not None and start - began + longest_s > time_limit_s:
+                return False
+            run = (make or runner.make)(todo[0], todo[1:])
+            end = time.monotonic()
+            longest_s, num_done = max(longest_s, end - start), num_done + 1
+            line, left = grid.add(todo[0], run, end - start), grid.num_left()
+            left_s = left * (end - began) / num_done
+            more = f"; about {left_s / 60:.0f} min left" if left_s >= 30 else ""
+            print(f"[{num_done}/{num_done + left}] {line}{more}", flush=True)
+    finally:
+        runner.close()
+    return True
+
+
+def run_grid[One: Item](grid: Grid[One], time_limit_s: float | None) -> int:
+    """Make the open runs of a grid and return the exit status so far. Ctrl-C ends the runs, not the program."""
+    try:
+        if measure(grid, time_limit_s):
+            return 0
+        print("time is up: continue with --resume", flush=True)
+        return RUNS_LEFT
+    except KeyboardInterrupt:
+        print("interrupted: finished runs are kept, continue with --resume", flush=True)
+        return INTERRUPTED
+
+
+def write_pages(output: Path, page: str, draw: Callable[[], Figure] | None) -> None:
+    """Write the table and the picture beside the result file `output`, and print the table and the paths."""
+    written = [output, output.with_suffix(".md")]
+    written[1].write_text(page)
+    if draw is not None:
+        written.append(output.with_suffix(".png"))
+        draw().savefig(written[-1])
+    print(f"{page}\nwritten: {', '.join(map(str, written))}", flush=True)
+
+
+def print_failed(rows: Sequence[Row], outcomes: Collection[str]) -> bool:
+    """Print the failed runs and those with one of the `outcomes`; return whether there are any."""
+    failed = [row for row in rows if row["outcome"] in outcomes or row["outcome"].startswith("failed")]
+    for row in failed:
+        print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
+    return bool(failed)

@@ -1,0 +1,503 @@
+"""Sweeps: their files, the memory model beside measured runs, the search, rows, resuming, and the picture."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rows import UNPLANNED, Row, RowError, check_sweep_row, read_rows
+from benchmarks.runner import grid
+from benchmarks.runner.grid import measure
+from benchmarks.runner.launch import Finished
+from benchmarks.store import StoreError
+from benchmarks.suites.toml_file import SuiteError
+from benchmarks.sweeps import picture
+from benchmarks.sweeps.command import main
+from benchmarks.sweeps.forecast import MARGIN, PROCESSES_GIB, Tiers, forecast
+from benchmarks.sweeps.results import Scene, SweepResults, measured
+from benchmarks.sweeps.search import following
+from benchmarks.sweeps.sweep import Sweep, Trial, find_sweep, load_sweep, sweep_names
+from benchmarks.sweeps.table import largest_by_method, machine_limit, markdown, short
+from megatron.swap.common.types import GIB, KIB, UsageError
+from megatron.swap.forecast.gpus import find_gpu
+from tests.unit.benchmarks.made_report import RESULTS
+
+H200 = find_gpu("h200")
+SHAPE = """
+--transformer-impl transformer_engine --bf16 --vocab-size 32000 --hidden-size 5120 --ffn-hidden-size 13824 --swiglu
+--num-attention-heads 40 --seq-length 4096 --micro-batch-size 1 --untie-embeddings-and-output-weights
+--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --swap-host-gib 112
+"""
+HEAD = """
+description = "x"
+device = "gpu"
+axis = "depth"
+first = 16
+last = 80
+step = 2
+micro_batches = 8
+time_limit_s = 60
+host_limit_gib = 118
+"""
+METHODS = """
+[methods]
+none = "none"
+deep = "torchtune-offload-one-stream"
+ours = "ours --swap-optimizer fit + full-recompute"
+"""
+FILE = f'{HEAD}flags = """{SHAPE}"""\n{METHODS}'
+MACHINE = {"gpu": "NVIDIA H200", "num_gpus": 1, "cores": 16, "device_memory_gib": 139.8}
+FACTS: dict[str, Any] = {"versions": {"torch": "2"}, "machine": MACHINE, "commit": "c0ffee", "link": None}
+TIERS = Tiers(139.8, 118.0, 0.0)
+GOOD = {
+    "step_ms_median": 1000.0, "step_ms_all": [1000.0], "first_step_ms": 2000.0, "tokens_per_step": 32768,
+    "step_flops": 10**14, "num_params": None, "device_peak_gib": 100.0, "device_reserved_gib": 101.0,
+    "device_static_gib": 90.0, "host_peak_gib": 5.0, "losses": [(10.0 - i / 10).hex() for i in range(20)],
+}  # fmt: skip
+
+
+def a_sweep(folder: Path, content: str = FILE) -> Sweep:
+    path = folder / "small.toml"
+    path.write_text(content)
+    return load_sweep(path)
+
+
+def results_in(sweep: Sweep, folder: Path, *methods: str, resume: bool = False, **facts: Any) -> SweepResults:
+    scene = Scene({**FACTS, **facts}, TIERS, H200, "python tools/sweep.py")
+    return SweepResults(sweep, methods or sweep.methods, folder / "rows.jsonl", scene, resume=resume)
+
+
+class FakeTraining:
+    """Trains what ``fits`` says, and records the requested runs."""
+
+    def __init__(self, fits: Callable[[Trial], bool], outcome: str = "oom_device", stop_after: int | None = None):
+        self.asked: list[tuple[str, int]] = []
+        self._fits, self._outcome, self._stop_after = fits, outcome, stop_after
+
+    def __call__(self, trial: Trial, _: Sequence[Trial]) -> dict[str, Any]:
+        if len(self.asked) == self._stop_after:
+            raise KeyboardInterrupt
+        self.asked.append((trial.method.name, trial.value.number))
+        if self._fits(trial):
+            return {"outcome": "ok", **GOOD, "num_params": trial.params}
+        return {"outcome": self._outcome, "output_tail": "its last words"}
+
+
+def search(results: SweepResults, train: Callable[..., dict[str, Any]]) -> dict[str, list[Row]]:
+    """Return the rows by method."""
+    assert measure(results, None, train)
+    rows = results.rows()
+    return {name: [row for row in rows if row["method"] == name] for name in dict.fromkeys(r["method"] for r in rows)}
+
+
+def layers(fits: int) -> Callable[[Trial], bool]:
+    return lambda trial: trial.value.number <= fits
+
+
+# ----------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("name", sweep_names())
+def test_the_sweeps_that_are_here(name: str) -> None:
+    sweep = load_sweep(find_sweep(name))
+    assert sweep.methods["none"] == "none"
+    tiers, gpu = (TIERS, H200) if sweep.on_gpu else (Tiers(None, 8.0, 8.0), None)
+    for place, method in itertools.product((0, len(sweep.values) - 1), sweep.methods):
+        trial = sweep.trial(method, place, tiers, gpu)
+        assert trial.params > 0
+        assert "fit" not in trial.flags
+        assert sweep.request(trial).flags == trial.flags
+
+
+def test_values_and_flags(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path, FILE.replace("none =", 'early = "ours --swap-layers 0-{value}"\nnone ='))
+    assert [value.number for value in sweep.values] == list(range(16, 82, 2))
+    trial = sweep.trial("early", 0, TIERS, H200)
+    assert trial.flags[-4:] == ("--global-batch-size", "8", "--swap-layers", "0-16")
+    assert (trial.label, trial.param_bytes) == ("early 16 layers", 14)
+    head = HEAD.replace('"depth"', '"width"').replace("first = 16", "first = 2048").replace("last = 80", "last = 8192")
+    narrow = SHAPE.replace("--hidden-size 5120 --ffn-hidden-size 13824", "--num-layers 4")
+    narrow = narrow.replace("--num-attention-heads 40", "")
+    content = f'{head.replace("step = 2", "factor = 2")}ffn_ratio = 2.7\nflags = """{narrow}"""\n{METHODS}'
+    values = a_sweep(tmp_path, content).values
+    assert [value.label for value in values] == ["hidden size 2048", "hidden size 4096", "hidden size 8192"]
+    assert "--hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32" in " ".join(values[1].flags)
+
+
+def test_the_part_that_fits_is_the_smallest(tmp_path: Path) -> None:
+    """63 % would put 137.59 GiB on the device. PyTorch got 137.0, and that run failed. With 64 % it trained."""
+    sweep = a_sweep(tmp_path)
+    numbers = [value.number for value in sweep.values]
+    trial = sweep.trial("ours", numbers.index(58), Tiers(139.8, 122.0, 0.0), H200)
+    assert trial.flags[trial.flags.index("--swap-optimizer") + 1] == "0.64"
+    assert trial.forecast.fullness < 1
+    parts = {}
+    for count in (24, 32, 48):
+        trial = sweep.trial("ours", numbers.index(count), TIERS, H200)
+        parts[count] = float(trial.flags[trial.flags.index("--swap-optimizer") + 1])
+        text = f"ours --swap-optimizer {parts[count] - 0.01:g} + full-recompute"
+        assert trial.forecast.fits
+        assert parts[count] == 0.01 or not sweep._trial("ours", text, numbers.index(count), TIERS, H200).forecast.fits
+    assert parts[24] == 0.01 < parts[32] < parts[48]
+    with pytest.raises(SuiteError, match=r"'fit' needs a prediction.* Give a fraction, 0 to 1, instead"):
+        a_sweep(tmp_path, FILE.replace("--bf16", "--fp16")).trial("ours", 0, TIERS, H200)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('axis = "depth"', 'axis = "deep"', "axis = 'deep'; allowed: depth, width, family, sequence, micro-batch"),
+        ("first = 16", "", "key 'first' is missing"),
+        ("step = 2", "step = 0", "step = 0; at least 1"),
+        ("last = 80", "last = 8", "last = 8; at least first, 16"),
+        ("first = 16", "values = [16, 8]\nfirst = 16", "8 layers: is no larger than 16 layers; values must grow"),
+        ("first = 16", 'values = ["x"]', r"values = \['x'\]; expected: whole numbers from 1 on"),
+        ("micro_batches = 8", "micro_batches = 8\nnum_steps = 3", "num_steps = 3; at least 4"),
+        ("micro_batches = 8", "micro_batches = 8\ntimed = 3", "unknown key 'timed'; allowed:"),
+        ("--hidden-size 5120", "", "--hidden-size is missing"),
+        ('"none"', '"nothing"', "nothing is no kind of method; known: none"),
+        ('"none"', '"ours --swap-layers {depth}"', "only {value} and {layers} are filled in"),
+        ('"none"', '"ours --swap-memory-gib static+24"', "is relative to an unswapped run of the same size"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in FILE
+    with pytest.raises(SuiteError, match=said) as error:
+        a_sweep(tmp_path, FILE.replace(old, new))
+    assert "small.toml" in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["--swap-disk-dir {} --swap-disk-gib 7", "--swap-disk-dir={} --swap-disk-gib=7"])
+def test_of_an_assumed_machine_the_disk_is_what_the_sweep_says(form: str, tmp_path: Path) -> None:
+    flags = form.format(tmp_path / "not-here")
+    sweep = a_sweep(tmp_path, FILE.replace("--swap-optimizer fit", f"--swap-optimizer fit {flags}"))
+    assert (sweep.disk_gib(), sweep.disk_gib(assumed=True)) == (0.0, 7.0)
+
+
+def test_the_command_runs_nothing_where_it_should_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--sweep", "h200-depth", "--dry-run", "--gpu", "h200", "--method", "none"]) == 0
+    dry = capsys.readouterr().out
+    assert "begins at 26 layers (8.58 B parameters): predicted 129.08 GiB of device" in dry
+    assert "pruned from 30 layers on: 148.14 GiB of device memory, 139.80 GiB are there (the device's)" in dry
+    with pytest.raises(SystemExit):
+        main(["--sweep", "quick", "--gpu", "h200"])
+    assert "--gpu needs --dry-run" in capsys.readouterr().err
+    assert main(["--sweep", "quick", "--method", "other"]) == 1
+    assert "--method other: there is none of that name; there are none" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------- memory model
+
+
+@pytest.mark.parametrize(
+    ("file", "case", "method"),
+    [
+        ("h200-dense.jsonl", "L16-h4096", "none"),
+        ("h200-dense.jsonl", "L16-h4096", "full-recompute"),
+        ("h200-dense.jsonl", "L16-h4096", "recompute-mlp"),
+        ("h200-dense.jsonl", "L4-h8192", "ours-all"),
+        ("h200-optimizer.jsonl", "8b", "megatron-0.5"),
+        ("h200-depth-sweep.jsonl", "54 layers", "ours-auto"),
+        ("h200-depth-sweep.jsonl", "18 layers", "megatron-optimizer-1"),
+        ("h200-depth-sweep.jsonl", "38 layers", "megatron-optimizer-0.55-unpinned-full-recompute"),
+        ("h200-optimizer.jsonl", "8b", "ours-0.5"),
+        ("h200-depth-sweep.jsonl", "50 layers", "ours-fit"),
+    ],
+)
+def test_what_was_measured_is_within_the_margin(file: str, case: str, method: str) -> None:
+    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    rows = [row for row in rows if (row["case"], row["method"], row["outcome"]) == (case, method, "ok")]
+    assert rows
+    for row in rows:
+        # The row has the memory of the trainer, without that of the data loader's workers.
+        predicted = forecast([*row["flags"].split(), "--num-workers", "0"], TIERS, H200)
+        assert not predicted.is_bound
+        assert predicted.of("device") == pytest.approx(row["device_peak_gib"], rel=MARGIN)
+        if "megatron" in method or "--swap-optimizer" in row["flags"]:
+            assert predicted.of("host") == pytest.approx(row["host_peak_gib"], rel=0.07)
+
+
+def test_workers_of_the_data_loader_keep_what_megatrons_offload_replaces() -> None:
+    """What did not fit a machine with 122 GiB is predicted not to fit, and what fitted is predicted to fit."""
+    rows = [json.loads(line) for line in (RESULTS / "h200-depth-sweep.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["method"].startswith("megatron-optimizer") and row["outcome"] != "pruned"]
+    ran = [row for row in rows if "--num-workers" not in row["flags"]]
+    assert {row["outcome"] for row in ran} == {"ok", "oom_host"}
+    for row in ran:
+        predicted = forecast(row["flags"].split(), Tiers(**row["tiers_gib"]), H200)
+        assert predicted.fits == (row["outcome"] == "ok"), (row["method"], row["case"])
+
+
+def shape(more: str, count: int = 32) -> list[str]:
+    return f"{SHAPE} --num-layers {count} {more}".split()
+
+
+def test_what_it_says_of_tiers() -> None:
+    none, half = forecast(shape(""), TIERS, H200), forecast(shape("--swap-optimizer 0.5"), TIERS, H200)
+    assert forecast(shape("--swap-optimizer=0.5"), TIERS, H200) == half
+    assert (none.of("host"), none.of("disk"), none.fits, half.fits, half.excess) == (0.0, None, False, True, None)
+    assert none.excess is not None
+    assert none.excess.tier == "device"
+    params_gib = 10.48e9 / GIB
+    assert half.of("host") == pytest.approx(0.5 * 10 * params_gib, rel=0.01)
+    assert half.static_gib == pytest.approx((4 + 5) * params_gib, rel=0.01)
+    peer = "--optimizer-cpu-offload --optimizer-offload-fraction 1 --num-workers 0 --swap-host-gib 20"
+    (host,) = (need for need in forecast(shape(peer, 18), TIERS, H200).needs if need.tier == "host")
+    assert host.limit_gib == TIERS.host - PROCESSES_GIB, "no flag of ours limits what a peer takes"
+    on_disk = shape("--swap-optimizer 1 --swap-disk-dir /tmp --swap-disk-gib 60", 48)
+    predicted = forecast(on_disk, Tiers(139.8, 118.0, 50.0), H200)
+    assert predicted.of("host") == pytest.approx(112 - 7 * (0.25 + 64 * KIB / GIB))
+    assert predicted.of("disk") == pytest.approx(10 * 15.55e9 / GIB - 110.25, rel=0.01)
+    tight = forecast(on_disk, Tiers(139.8, 118.0, 20.0), H200)
+    assert predicted.fits
+    assert tight.excess is not None
+    assert (tight.excess.tier, tight.excess.limit_gib) == ("disk", 20.0)
+
+
+def test_plans_and_budgets() -> None:
+    sweep = load_sweep(find_sweep("h200-sequence"))
+    for place, offloaded in (5, 0.0), (7, 0.125):
+        trial = sweep.trial("ours-planned", place, TIERS, H200)
+        assert trial.forecast.static_gib == pytest.approx((14 - offloaded * 10) * trial.params / GIB, rel=0.01)
+        assert trial.forecast.fits, "the plan was made for less than the device has"
+    near, short_of = (forecast(shape(f"--swap-memory-gib {gib}", 16), TIERS, H200) for gib in (80, 60))
+    assert (near.of("device") or 0) > (1 - MARGIN) * 80
+    assert near.fits, "it could do with less"
+    assert short_of.excess is not None
+    assert short_of.excess.limit_gib == 60
+    auto = "--swap-memory-gib 134 --swap-optimizer auto --swap-host-gib 112 --swap-disk-dir /tmp --swap-disk-gib 60"
+    assert forecast(shape(auto, 50), Tiers(139.8, 122.0, 60.0), H200).fits, "a disk makes no planned model smaller"
+
+
+def test_of_others_it_knows_the_least() -> None:
+    for more in ("--fine-grained-activation-offloading --offload-modules core_attn", "--num-experts 8"):
+        predicted = forecast(shape(more), TIERS, H200)
+        assert predicted.is_bound
+        assert predicted.of("device") == predicted.static_gib
+    assert forecast(shape(""), TIERS, H200, by_flags=False).is_bound
+    flags = [word for word in shape("--transformer-impl local", 2) if word != "--bf16"]
+    on_cpu = forecast(flags, Tiers(None, 1.0, 0), None)
+    assert on_cpu.of("device") is None
+    assert on_cpu.excess is not None
+    assert on_cpu.excess.tier == "host", "without a GPU all is host memory"
+    with pytest.raises(UsageError, match="--swap-host-gib lots: a number is expected"):
+        forecast(shape("--swap-host-gib lots"), TIERS, H200)
+
+
+# ------------------------------------------------------------------------------------------------ the search
+
+
+@pytest.mark.parametrize(
+    ("start", "trains", "tried"),
+    [
+        (5, lambda at: at <= 5, [5, 6]),
+        (5, lambda at: at <= 6, [5, 6, 8, 7]),
+        (5, lambda at: True, [5, 6, 8, 11]),
+        (5, lambda at: at <= 1, [5, 4, 2, 0, 1]),
+        (5, lambda at: False, [5, 4, 2, 0]),
+        (5, lambda at: at != 4, [5, 6, 8, 11]),
+        (5, lambda at: at in (2, 4), [5, 4]),
+    ],
+)
+def test_the_places_that_are_tried(start: int, trains: Callable[[int], bool], tried: list[int]) -> None:
+    assert path_of(12, start, trains) == tried
+
+
+def path_of(count: int, start: int, trains: Callable[[int], bool], *, trusted: bool = True) -> list[int]:
+    tried: dict[int, bool] = {}
+    while (place := following(count, start, tried, trusted=trusted)) is not None:
+        assert place not in tried
+        tried[place] = trains(place)
+    return list(tried)
+
+
+def test_the_largest_is_found_from_everywhere() -> None:
+    assert path_of(12, 11, lambda at: at <= 4, trusted=False) == [11, 5, 2, 3, 4], "from a bound it goes by halves"
+    for trusted, start, largest in itertools.product((True, False), range(12), range(-1, 12)):
+        tried = path_of(12, start, lambda at, largest=largest: at <= largest, trusted=trusted)
+        assert max((at for at in tried if at <= largest), default=-1) == largest
+        assert min((at for at in tried if at > largest), default=12) == largest + 1
+        assert len(tried) <= 8
+
+
+def test_a_search_begins_where_the_memory_model_says(tmp_path: Path) -> None:
+    train = FakeTraining(lambda trial: trial.value.number <= {"none": 26, "deep": 20, "ours": 56}[trial.method.name])
+    sweep = a_sweep(tmp_path)
+    rows = search(results_in(sweep, tmp_path), train)
+    assert train.asked[:2] == [("none", 26), ("none", 28)]
+    assert ("ours", 54) in train.asked
+    pruned = [row for row in rows["none"] if row["outcome"] == "pruned"]
+    assert [row["values"] for row in pruned] == [list(range(30, 82, 2))]
+    assert "30 layers is predicted to take 148.14 GiB of device memory, 139.80 GiB are there" in pruned[0]["why"]
+    stored = read_rows(tmp_path / "rows.jsonl", check_sweep_row)
+    found = {one.method: one for one in largest_by_method(stored)}
+    best = {name: one.best["value"] for name, one in found.items() if one.best}
+    assert best == {"deep": 20, "none": 26, "ours": 56}
+    assert found["none"].stopped_by == "28 layers: out of device memory"
+    for mine in rows.values():
+        most = max(row["value"] for row in mine if row["outcome"] == "ok")
+        larger = sorted(value for row in mine for value in row["values"] if value > most)
+        assert larger == [value.number for value in sweep.values if value.number > most], "each was tried or pruned"
+
+
+def test_nothing_trains_and_everything_trains(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    rows = search(results_in(sweep, tmp_path, "none"), FakeTraining(layers(0), outcome="oom_host"))["none"]
+    (found,) = largest_by_method(rows)
+    assert (found.best, found.stopped_by) == (None, "16 layers: out of host memory")
+    assert "| none | none that was tried | – |" in markdown(rows)
+    (tmp_path / "rows.jsonl").unlink()
+    rows = search(results_in(sweep, tmp_path, "none"), FakeTraining(lambda trial: True))["none"]
+    (found,) = largest_by_method(rows)
+    assert found.best is not None
+    assert found.best["value"] == 28
+    assert found.stopped_by.startswith("not tried: 30 layers is predicted to take")
+    others = [{**row, "commit": "0" * 40, "why": "of another day"} for row in rows if row["outcome"] == "pruned"]
+    assert largest_by_method([*others, *rows]) == largest_by_method([*rows, *others]) == [found]
+    later = {**rows[-1], "value": 36, "case": "later", "outcome": "oom_host", "why": None}
+    (found, _) = largest_by_method([found.best, later, {**found.best, "value": 30, "method": "another"}])
+    assert found.stopped_by == "later: out of host memory; nothing between was tried"
+
+
+@pytest.mark.parametrize(
+    ("changed", "outcome"),
+    [({"losses": [(1.0).hex()] * 20}, "loss not falling"), ({"step_ms_all": [], "step_ms_median": None}, "not stable")],
+)
+def test_a_run_that_trains_to_no_result_keeps_its_row(tmp_path: Path, changed: dict[str, Any], outcome: str) -> None:
+    stage = {"stage": "profile", "first_step": 1, "last_step": None, "note": "recorded"}
+    run = {"outcome": "ok", **GOOD, "planning": {"stages": [stage]}, **changed}
+    rows = search(results_in(a_sweep(tmp_path), tmp_path, "none"), lambda *_: dict(run))["none"]
+    assert {row["outcome"] for row in rows} == {outcome, "pruned"}
+    assert rows[0]["losses"] == run["losses"]
+    if outcome == "not stable":
+        assert rows[0]["output_tail"].endswith("raise num_steps. Stages: profile 1 to the end: recorded")
+    markdown(rows)
+
+
+def test_interrupted_and_resumed_it_ends_as_it_would_have(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    sweep, whole = a_sweep(tmp_path), FakeTraining(layers(24))
+    expected = search(results_in(sweep, tmp_path / "whole"), whole)
+    for stop_after in range(len(whole.asked)):
+        folder = tmp_path / str(stop_after)
+        folder.mkdir()
+        first, second = FakeTraining(layers(24), stop_after=stop_after), FakeTraining(layers(24))
+        with pytest.raises(KeyboardInterrupt):
+            measure(results_in(sweep, folder), None, first)
+        rows = search(results_in(sweep, folder, resume=True), second)
+        assert first.asked + second.asked == whole.asked
+        one, other = ([[{**row, "run_s": None, "date": None} for row in mine] for mine in found.values()]
+                      for found in (rows, expected))  # fmt: skip
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("outcome", "raised"),
+    [("timeout", ("time_limit_s = 60", "time_limit_s = 61")), ("oom_host", ("host_limit_gib = 118", ""))],
+)
+def test_what_a_limit_has_stopped_is_run_again_with_a_higher_one(
+    outcome: str, raised: tuple[str, str], tmp_path: Path
+) -> None:
+    search(results_in(a_sweep(tmp_path), tmp_path, "none"), FakeTraining(layers(20), outcome=outcome))
+    again = FakeTraining(layers(26))
+    search(results_in(a_sweep(tmp_path), tmp_path, "none", resume=True), again)
+    assert not again.asked, "nothing has changed"
+    rows = search(results_in(a_sweep(tmp_path, FILE.replace(*raised)), tmp_path, "none", resume=True), again)["none"]
+    assert max(row["value"] for row in rows if row["outcome"] == "ok") == 26
+
+
+def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    search(results_in(sweep, tmp_path, "none"), FakeTraining(layers(24)))
+    with pytest.raises(StoreError, match=r"rows\.jsonl exists: continue it with --resume"):
+        results_in(sweep, tmp_path)
+    with pytest.raises(StoreError, match=r"has commit 'c0ffee' for none .*this run has 'other'"):
+        results_in(sweep, tmp_path, resume=True, commit="other")
+    for content, said in (
+        (FILE.replace("4096", "2048"), r"has flags .* rows of one file must be comparable"),
+        (f"warm_up = 3\n{FILE}", r"has warm_up 2 for .*, this run has 3"),
+        (FILE.replace("first = 16", "first = 17"), r"has none .* layers, which sweep small has not"),
+    ):
+        with pytest.raises(StoreError, match=said):
+            results_in(a_sweep(tmp_path, content), tmp_path, resume=True)
+
+
+def test_a_package_that_is_missing_ends_a_method_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "missing", lambda item: "torchtune")
+    results = results_in(a_sweep(tmp_path), tmp_path, "deep")
+    assert measure(results, None)
+    assert [row["outcome"] for row in results.rows() if row["outcome"] != "pruned"] == ["missing: torchtune"]
+    assert not measure(results_in(a_sweep(tmp_path), tmp_path, resume=True), -1.0), "time is up"
+
+
+def test_a_run_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneRun:
+        def __init__(self, request: Any, *, on_gpu: bool) -> None:
+            self.request = request
+
+        def say(self, word: str) -> None: ...
+        def close(self) -> None: ...
+        def finish(self, limit_s: float, host_gib: float, on_poll: Callable[[], None]) -> Finished:
+            assert (limit_s, host_gib) == (60, 118)
+            return Finished("ok", {**GOOD, "num_params": 7}, "")
+
+    monkeypatch.setattr(grid, "Child", OneRun)
+    results = results_in(a_sweep(tmp_path), tmp_path, "none")
+    assert measure(results, None)
+    good = results.rows()[0]
+    assert (good["mfu"], good["tokens_per_s"]) == (pytest.approx(1e14 / 1e12 / 989), 32768)
+    for change, said in (
+        ({"value": "48"}, "'value' is '48', not of type int"), ({"value": True}, "'value' is True"),
+        ({"is_ours": 1}, "'is_ours' is 1"), ({"loss_last": None}, "'loss_last' is null"),
+        ({"predicted": {"device_gib": "1"}}, "predicted: field 'device_gib' is '1'"),
+        ({"tiers_gib": {}}, "tiers_gib: field 'device' is missing"), ({"outcome": "pruned"}, "'why' is null"),
+    ):  # fmt: skip
+        with pytest.raises(RowError, match=said):
+            check_sweep_row({**good, **change})
+    for field in ("axis", "values", "mfu", "why"):
+        with pytest.raises(RowError, match=f"'{field}' is missing"):
+            check_sweep_row({key: value for key, value in good.items() if key != field})
+
+
+def test_a_row_has_the_stages_of_a_run_that_planned_itself() -> None:
+    stages = [{"stage": "profile", "first_step": 1}]
+    result = {"planning": {**UNPLANNED, "budget_gib": 5.0, "stages": stages, "num_infeasible": 0}, "losses": []}
+    row = measured(result, None)
+    assert (row["stages"], row["budget_gib"], "num_infeasible" in row) == (stages, 5.0, False)
+
+
+# --------------------------------------------------------------------------------------------------- picture
+
+
+def test_the_picture_has_no_words_upon_words(tmp_path: Path) -> None:
+    search(results_in(a_sweep(tmp_path), tmp_path), FakeTraining(layers(40)))
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert machine_limit(rows).params == pytest.approx((139.8 + 118.0) * GIB / 14)
+    assert "The physical limit of this machine: 19.8 B parameters, 139.8 GiB of device" in markdown(rows)
+    figure = picture.draw(rows)
+    figure.canvas.draw()
+    (panel,) = figure.axes
+    words = [*panel.texts, *panel.get_yticklabels(), *panel.get_xticklabels(), panel.title, panel.xaxis.label]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in words if text.get_text()]
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        assert not a.overlaps(b), (one, other)
+    assert any("next, 28 layers" in name or "30 layers" in name for name, _ in boxes)
+    assert any("physical limit" in name for name, _ in boxes)
+    content = FILE.replace('"depth"', '"sequence"').replace("first = 16\nlast = 80\nstep = 2", "values = [1024, 2048]")
+    (tmp_path / "rows.jsonl").unlink()
+    sequences = a_sweep(tmp_path, content.replace("--seq-length 4096", "--num-layers 8"))
+    search(results_in(sequences, tmp_path), FakeTraining(layers(1024)))
+    assert "physical" not in picture.draw(read_rows(tmp_path / "rows.jsonl")).axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [(19_994_362_880, "20.0 B"), (125e9, "125 B"), (999_600_000, "1.00 B"), (999_400_000, "999 M"), (5e6, "5.00 M")],
+)
+def test_a_number_of_parameters_has_three_digits(params: float, text: str) -> None:
+    assert short(params) == text
