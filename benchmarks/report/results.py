@@ -22,7 +22,7 @@ PRINTED = re.compile(r"(\d+) ms a step, ([\d.]+) GiB of the GPU")
 
 @dataclass(frozen=True)
 class Example:
-    """Figures that a script of examples/ printed: milliseconds a step and GiB of the GPU, without swapping and with it."""
+    """Figures that a script of examples/ printed: milliseconds a step and GiB, without swapping and with it."""
 
     script: str
     plain: tuple[float, float]

@@ -174,6 +174,16 @@ def test_what_has_failed_is_not_run_again(folder: Path, capsys: pytest.CaptureFi
     assert rows["none"]["losses_equal"] is None
 
 
+def test_a_process_that_was_started_for_another_run_is_ended(folder: Path) -> None:
+    """The first round fails, so the second, whose process is there already, is not made."""
+    FakeChild.outcomes = {"recompute": "oom_device"}
+    suite = load(folder, SUITE.replace("[methods]", '[cases.two]\nflags = "--num-layers 8"\nmicro_batches = 1\n[methods]'))
+    measure(results_in(suite, folder, suite.chosen([], ["full"], None)), None)
+    assert [event.split()[0] for event in FakeChild.log if event.split()[0] in ("start", "go", "close")] == [
+        "start", "go", "start", "close", "close", "start", "go", "start", "close", "close",
+    ]  # fmt: skip
+
+
 def test_an_interruption_keeps_what_is_done_and_resume_does_the_rest(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
