@@ -177,7 +177,8 @@ def test_what_has_failed_is_not_run_again(folder: Path, capsys: pytest.CaptureFi
 def test_a_process_that_was_started_for_another_run_is_ended(folder: Path) -> None:
     """The first round fails, so the second, whose process is there already, is not made."""
     FakeChild.outcomes = {"recompute": "oom_device"}
-    suite = load(folder, SUITE.replace("[methods]", '[cases.two]\nflags = "--num-layers 8"\nmicro_batches = 1\n[methods]'))
+    another = '[cases.two]\nflags = "--num-layers 8"\nmicro_batches = 1\n[methods]'
+    suite = load(folder, SUITE.replace("[methods]", another))
     measure(results_in(suite, folder, suite.chosen([], ["full"], None)), None)
     assert [event.split()[0] for event in FakeChild.log if event.split()[0] in ("start", "go", "close")] == [
         "start", "go", "start", "close", "close", "start", "go", "start", "close", "close",
