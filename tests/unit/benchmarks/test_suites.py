@@ -69,7 +69,8 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import destroy_global_vars
-from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
+from megatron.swap.common.flags import add_swap_flags
+from megatron.swap.trainer.command_line import swap_config
 from benchmarks.suites.budgets import Memory
 from benchmarks.suites.suite import find_suite, load_suite, suite_names
 memory = Memory(static_gib=59.0, activations_gib=35.0)
