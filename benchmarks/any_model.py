@@ -76,7 +76,7 @@ def training_step(options: argparse.Namespace, method: str) -> tuple[Callable[[]
             loss = loss_of(model.lm_head, hidden, tokens)
             loss.backward()
         model.zero_grad(set_to_none=False)
-        if isinstance(swapped, swap.PlannedActivations):
+        if isinstance(swapped, swap.Run):
             swapped.step()
         return loss.detach()
 
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(options, name) for name in ("method", "layers", "tokens")}
     row |= {"losses": losses[:2], "ms": round(timed(step, options.steps), 1), "ms_alone": round(alone_ms, 1)}
     row["reserved_gib"] = round(torch.cuda.memory_reserved() / GIB, 3) if DEVICE == "cuda" else 0.0
-    if isinstance(swapped, swap.PlannedActivations):
+    if isinstance(swapped, swap.Run) and swapped.auto is not None:
         row |= plan_of(swapped)
         print(swapped.plan(), file=sys.stderr)
         swapped.close()

@@ -177,7 +177,7 @@ def train(
 
 def assert_equal(
     make: Callable[[], nn.Module], data: Callable[[int], torch.Tensor] = rows, layers: str = "all", **options: Any
-) -> swap.SwapStats:
+) -> swap.Stats:
     """Check that training with swapping equals training without, that it swapped, and that it left nothing
     installed."""
     torch.manual_seed(7)

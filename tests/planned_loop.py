@@ -44,7 +44,7 @@ def fraction_gib(model: nn.Module, fraction: float) -> float:
 
 def recompute_all(swapped: Any) -> None:
     """Let all layers run again, whatever the planner decides."""
-    layers = swapped._planned
+    layers = swapped.parts.layers
     begin = layers.begin
 
     def whole(*given: Any) -> Any:
@@ -56,7 +56,7 @@ def recompute_all(swapped: Any) -> None:
     layers.begin = whole
 
 
-def check(stats: swap.SwapStats, tolerance: float = 0.03, unseen_gib: float = 0.0) -> None:
+def check(stats: swap.Stats, tolerance: float = 0.03, unseen_gib: float = 0.0) -> None:
     """Check that the last step stayed within the budget, and held what was predicted.
 
     ``unseen_gib``: predicted memory that autograd need not hold.

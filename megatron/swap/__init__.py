@@ -3,19 +3,21 @@
 The public names are loaded when they are first asked for: the planner runs on machines without torch.
 
 ======================  =====================================================================================
+``train``               any model, Megatron's too, in any training loop: a ``Run``, whose ``stats()`` are ``Stats``
 ``add_swap_args``       Megatron's ``extra_args_provider``: adds the ``--swap-…`` flags
 ``pretrain``            Megatron's ``pretrain`` of a GPT with swapping: one call for every version of Megatron
-``install``             a Megatron model that exists, in any training loop: a ``BuiltSwap``, whose ``stats()`` are
-                        ``BuiltStats``
 ``SwapSession``         one training run of Megatron's trainer: ``SwapSession.install(args, model_config)``
-``activations``         any PyTorch model while it trains: ``SwappedActivations``, or within a budget
-                        ``PlannedActivations``, whose ``stats()`` are ``SwapStats``
+``install``             ``train`` of a Megatron model, with further settings in a mapping
+``activations``         ``train`` of any other PyTorch model, or of layers of it, with arguments of its own
 ``weights``             any PyTorch model while it infers, or trains adapters: a ``WeightSwap``
 ``TensorSwap``          tensor by tensor
 ``stash``               what an autograd function keeps on its context, as saved tensors
-``Policy``              base of policies, which ``activations`` takes in place of layer numbers
+``Policy``              base of policies, which ``train`` takes in place of layer numbers
 ``SwapError``           base of the errors that this package raises on purpose
 ======================  =====================================================================================
+
+``BuiltSwap``, ``SwappedActivations`` and ``PlannedActivations`` are older names of ``Run``, ``BuiltStats`` and
+``SwapStats`` of ``Stats``.
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ if TYPE_CHECKING:
     from megatron.swap.engine.policy import Policy
     from megatron.swap.engine.stash import Stash, stash
     from megatron.swap.params.module_weights import WeightStats, WeightSwap, weights
-    from megatron.swap.run.built import BuiltStats, BuiltSwap, install
-    from megatron.swap.run.module_activations import activations
-    from megatron.swap.run.planned_activations import PlannedActivations
-    from megatron.swap.run.swapped_activations import SwappedActivations, SwapStats
+    from megatron.swap.run.install import install
+    from megatron.swap.run.run import Run
+    from megatron.swap.run.run import Run as BuiltSwap
+    from megatron.swap.run.run import Run as PlannedActivations
+    from megatron.swap.run.run import Run as SwappedActivations
+    from megatron.swap.run.stats import Stats
+    from megatron.swap.run.stats import Stats as BuiltStats
+    from megatron.swap.run.stats import Stats as SwapStats
+    from megatron.swap.run.train import activations, train
     from megatron.swap.tensor_swap.swap import TensorStats, TensorSwap
     from megatron.swap.trainer.command_line import add_swap_args
     from megatron.swap.trainer.pretraining import pretrain
@@ -42,7 +49,9 @@ __all__ = [
     "BuiltSwap",
     "PlannedActivations",
     "Policy",
+    "Run",
     "Stash",
+    "Stats",
     "SwapError",
     "SwapSession",
     "SwapStats",
@@ -56,33 +65,37 @@ __all__ = [
     "install",
     "pretrain",
     "stash",
+    "train",
     "weights",
 ]
 
 _MODULES = {
-    "BuiltStats": "run.built",
-    "BuiltSwap": "run.built",
-    "PlannedActivations": "run.planned_activations",
     "Policy": "engine.policy",
+    "Run": "run.run",
     "Stash": "engine.stash",
+    "Stats": "run.stats",
     "SwapError": "common.types",
     "SwapSession": "trainer.session",
-    "SwapStats": "run.swapped_activations",
-    "SwappedActivations": "run.swapped_activations",
     "TensorStats": "tensor_swap.swap",
     "TensorSwap": "tensor_swap.swap",
     "WeightStats": "params.module_weights",
     "WeightSwap": "params.module_weights",
-    "activations": "run.module_activations",
+    "activations": "run.train",
     "add_swap_args": "trainer.command_line",
-    "install": "run.built",
+    "install": "run.install",
     "pretrain": "trainer.pretraining",
     "stash": "engine.stash",
+    "train": "run.train",
     "weights": "params.module_weights",
 }
+_OLDER_NAMES = {
+    "BuiltStats": "Stats", "BuiltSwap": "Run", "PlannedActivations": "Run", "SwapStats": "Stats",
+    "SwappedActivations": "Run",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    name = _OLDER_NAMES.get(name, name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -56,7 +56,7 @@ if ON_GPU:
 else:
     SMALL["cpu_delay_ms"] = 0.2
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-Install = Callable[[nn.Module, Any], swap.BuiltSwap]
+Install = Callable[[nn.Module, Any], swap.Run]
 
 
 class RenamedLayer(TransformerLayer):
@@ -249,7 +249,7 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
     """Train and return what came out."""
     model = model_of(case)
     optimizer = optimizer_of(case, model)
-    swapped: swap.BuiltSwap | None = None
+    swapped: swap.Run | None = None
     schedulers: list[Any] = []
 
     def before(step: int) -> None:

@@ -37,7 +37,7 @@ ONLY: dict[str, set[str]] = {
     "integrations": {"run", "common"},
     "forecast": {"planner", "common"},
     "planner": {"common"},
-    "models": {"layers", "params", "engine", "common"},
+    "models": {"layers", "params", "engine", "memory", "devices", "common"},
     "layers": {"operators", "params", "engine", "profiling", "devices", "native", "common"},
     "params": {"engine", "profiling", "memory", "devices", "native", "common"},
     "operators": {"engine", "devices", "native", "common"},

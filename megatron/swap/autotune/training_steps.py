@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,6 +78,14 @@ class TrainingSteps:
         """The micro-batches of this step: as many as in the last one, until there are more."""
         return max(self.num_forwards, self._last_num_forwards)
 
+    def follow(self, optimizer: Any, chunks: Iterable[nn.Module]) -> Callable[[], None]:
+        """Learn of each step of ``optimizer``; ``None``: of any optimizer of the chunks. Return the end of that."""
+        if optimizer is None:
+            return self.watch_optimizers(chunks)
+        if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer):
+            return optimizer.register_step_post_hook(lambda *_: self.optimizer_stepped()).remove
+        return _after(optimizer, "step", self.optimizer_stepped)
+
     def watch_optimizers(self, chunks: Iterable[nn.Module]) -> Callable[[], None]:
         """End each step at the first forward after a chunk's optimizer has stepped. Return the end of that."""
         self._chunks = list(chunks)
@@ -126,3 +136,29 @@ class TrainingSteps:
         self.number += 1
         self._last_num_forwards, self.num_forwards = self.num_forwards, 0
         self._on_end(self.number)
+
+
+def _after(owner: Any, name: str, call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call`` after each call of the method ``name`` of ``owner``. Return a function that restores the method."""
+    own, method, is_on = vars(owner).get(name), getattr(owner, name), True
+
+    @functools.wraps(method)
+    def called(*arguments: Any, **options: Any) -> Any:
+        result = method(*arguments, **options)
+        if is_on:
+            call()
+        return result
+
+    setattr(owner, name, called)
+
+    def restore() -> None:
+        nonlocal is_on
+        is_on = False
+        if vars(owner).get(name) is not called:
+            return  # somebody has wrapped it since
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+    return restore

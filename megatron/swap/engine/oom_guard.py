@@ -117,6 +117,8 @@ class OomGuard:
         self._num_offers = 0
         self._num_evictions = 0
         self._freed: deque[tuple[int, Sequence[Piece]]] = deque()
+        self._rescues: list[Rescue] = []  # that nobody has taken
+        self._num_rescues = self._rescued_bytes = 0
 
     def begin(self) -> None:
         """Start rescuing failed allocations.
@@ -233,7 +235,20 @@ class OomGuard:
 
     def take_rescues(self) -> list[Rescue]:
         """Return the rescues since the last call."""
-        return [] if self._core is None else [_rescue(found) for found in self._core.take_rescues()]
+        self._note_rescues()
+        taken, self._rescues = self._rescues, []
+        return taken
+
+    def total_rescues(self) -> tuple[int, int]:
+        """Return the number of all rescues, and the bytes that were evicted for them."""
+        self._note_rescues()
+        return self._num_rescues, self._rescued_bytes
+
+    def _note_rescues(self) -> None:
+        found = [] if self._core is None else [_rescue(one) for one in self._core.take_rescues()]
+        self._rescues += found
+        self._num_rescues += len(found)
+        self._rescued_bytes += sum(one.freed_bytes for one in found)
 
     def _max_host_bytes(self) -> int:
         """Return the host bytes that the core may map: the guard's reservation, and what the pool has not reserved.

@@ -7,7 +7,8 @@ from typing import Any
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
-from megatron.swap.run.built import BuiltSwap, install
+from megatron.swap.run.install import install
+from megatron.swap.run.run import Run
 
 
 class SwapCallback(Callback):
@@ -19,7 +20,7 @@ class SwapCallback(Callback):
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
         # The result of ``swap.install``, whose figures remain after training. None before.
-        self.swapped: BuiltSwap | None = None
+        self.swapped: Run | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Install swapping. Raises as ``swap.install``, and if Bridge reads offloaded optimizer state."""

@@ -8,7 +8,8 @@ from typing import Any
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 
 from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
-from megatron.swap.run.built import BuiltSwap, install
+from megatron.swap.run.install import install
+from megatron.swap.run.run import Run
 
 
 class SwapCallback(MegatronCallback):
@@ -20,7 +21,7 @@ class SwapCallback(MegatronCallback):
     def __init__(self, trainer: Any, **settings: Any) -> None:
         super().__init__(trainer)
         self._settings = settings
-        self.swapped: BuiltSwap | None = None
+        self.swapped: Run | None = None
 
     def on_train_begin(self) -> None:
         """Install swapping. Raises as ``swap.install``."""

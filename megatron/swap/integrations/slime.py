@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
-from megatron.swap.run.built import BuiltSwap, install
+from megatron.swap.run.install import install
+from megatron.swap.run.run import Run
 
 
 def before_train_step(
@@ -19,7 +20,7 @@ def before_train_step(
     ``settings``: the arguments of ``swap.install`` but the model and the optimizer.
     """
     # slime has no hook behind a step, and generates between two steps. So its optimizer's step ends a step.
-    swapped: list[BuiltSwap] = []
+    swapped: list[Run] = []
 
     def hook(
         args: Any, rollout_id: int, step_id: int, model: Sequence[nn.Module], optimizer: Any, scheduler: Any

@@ -8,9 +8,8 @@ from transformers import TrainerCallback
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import UsageError
-from megatron.swap.run.module_activations import activations
-from megatron.swap.run.planned_activations import PlannedActivations
-from megatron.swap.run.swapped_activations import SwappedActivations
+from megatron.swap.run.run import Run
+from megatron.swap.run.train import activations
 
 REFUSED = {
     "n_gpu": "nn.DataParallel copies the layers. Start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU.",
@@ -30,7 +29,7 @@ class SwapCallback(TrainerCallback):
     """
 
     def __init__(self, **settings: Any) -> None:
-        self.swapped: SwappedActivations | None = None  # of ``swap.activations``; None before training
+        self.swapped: Run | None = None  # of ``swap.activations``; None before training
         self._settings = settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
@@ -43,7 +42,7 @@ class SwapCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Tell that a step has ended. Raises ``Infeasible`` if no plan fits the budget, and restores the model."""
-        if isinstance(self.swapped, PlannedActivations):
+        if self.swapped is not None:
             try:
                 self.swapped.step()
             except Infeasible:

@@ -8,7 +8,8 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
 from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
-from megatron.swap.run.built import BuiltSwap, install
+from megatron.swap.run.install import install
+from megatron.swap.run.run import Run
 
 
 def register(**settings: Any) -> None:
@@ -29,7 +30,7 @@ def swapping(engine: type, settings: dict[str, Any]) -> type:
     """Return a subclass of a Megatron ``engine`` of verl whose model swaps from its first training step on."""
 
     class SwappingEngine(engine):  # type: ignore[misc, valid-type]
-        swapped: BuiltSwap | None = None
+        swapped: Run | None = None
 
         def initialize(self) -> None:
             if self.swapped is not None:  # verl resets a worker by a second call

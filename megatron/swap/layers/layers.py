@@ -136,7 +136,13 @@ class Layers:
             planned.setdefault(boundary, []).append(PlannedRun(number, position, checkpoint))
         self._runs |= planned
 
-    def around_layers(self, chunk: nn.Module) -> AbstractContextManager[Any]:
+    def add(self, chunk: nn.Module) -> None:
+        """Put boundaries around the layers of ``chunk``, where they are known only now."""
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the model, before its first layer runs."""
+
+    def around(self, chunk: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for the forward of ``chunk`` that records tensors saved outside its layers."""
         if not self._saved_tensors.is_recorded:
             return nullcontext()

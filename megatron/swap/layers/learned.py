@@ -142,7 +142,7 @@ class LearnedLayers(Layers):
             raise UsageError(f"{type(model).__name__}.forward is called by itself: call the model, model(...).")
         self._depth += 1
         try:
-            with self.around_layers(model):
+            with super().around(model):
                 yield
         finally:
             self._depth -= 1

@@ -105,37 +105,43 @@ def check_one_stack(chunks: Sequence[nn.Module]) -> None:
         )
 
 
-class MegatronLayers:
-    """The boundaries around Megatron's layers of this rank; ``remove`` removes them.
+class MegatronLayers(Layers):
+    """The boundaries around Megatron's layers of this rank.
 
     Args:
         saved_tensors: the engine's hooks.
         policy: chooses the layers that offload and recompute.
+        modules: patterns of the submodules that are swapped.
         producers: makes kernels record their outputs; ``None``: nothing is recomputed.
-
-    Attributes:
-        layers: the boundaries.
+        errors: as in ``Layers``.
     """
 
-    def __init__(self, saved_tensors: SavedTensors, policy: Policy, producers: Producers | None = None) -> None:
-        self.layers = Layers(saved_tensors, policy)
-        self._saved_tensors = saved_tensors
-        self._policy = policy
+    def __init__(
+        self,
+        saved_tensors: SavedTensors,
+        policy: Policy,
+        modules: Sequence[str],
+        producers: Producers | None = None,
+        errors: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__(saved_tensors, policy, errors)
+        self._modules = modules
         self._producers = producers
         self._segments: dict[TransformerBlock, CheckpointedSegments] = {}
         self._undo: list[Callable[[], None]] = []
 
-    def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
+    def add(self, chunk: nn.Module) -> None:
         """Put boundaries around all layers of ``chunk``, one stage of the model.
 
         Raises:
             UsageError: a pattern in ``modules`` names no submodule of any layer of this chunk, or layers are to be
                 recomputed by a checkpoint that is not Megatron's.
         """
+        ends_in_loss = bool(getattr(chunk, "post_process", True))
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             layers = list(block.layers)
             numbers = [layer.layer_number - 1 for layer in layers]
-            _check_modules(modules, layers)
+            _check_modules(self._modules, layers)
             on_run_without_grad = None
             if block.config.recompute_granularity == "full":
                 check_full_recomputation(block.config)
@@ -150,7 +156,7 @@ class MegatronLayers:
                 if self._producers is not None and is_made:
                     self._producers.wrap(layer)
             specs = [_spec(layer, number, on_run_without_grad) for number, layer in zip(numbers, layers, strict=True)]
-            self.layers.install(specs, ends_in_loss=ends_in_loss)
+            self.install(specs, ends_in_loss=ends_in_loss)
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         """Return a context for a block's forward with full recomputation."""
@@ -161,7 +167,7 @@ class MegatronLayers:
 
     def remove(self) -> None:
         """Give all layers back their own forward."""
-        self.layers.remove()
+        super().remove()
         while self._undo:
             self._undo.pop()()
         if self._producers is not None:

@@ -13,6 +13,14 @@ from megatron.swap.engine.sites import is_hooked
 from megatron.swap.params.stacks import is_compiled, stacked
 
 
+def is_megatrons(model: nn.Module | Iterable[nn.Module]) -> bool:
+    """Whether ``model``, or the first of several chunks, has a stack of Megatron's layers. Imports no Megatron."""
+    chunks = [model] if isinstance(model, nn.Module) else model if isinstance(model, list | tuple) else []
+    kinds = {kind for chunk in chunks if isinstance(chunk, nn.Module) for one in chunk.modules() for kind in
+             type(one).__mro__}  # fmt: skip
+    return any(kind.__module__ == "megatron.core.transformer.transformer_block" for kind in kinds)
+
+
 def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     """Return the layers of ``model``, or the passed layers, each once.
 

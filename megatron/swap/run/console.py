@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 
 from megatron.swap.common.log import logger
-from megatron.swap.common.spelling import INSTALL
+from megatron.swap.common.spelling import Spelling
 
 
 class Console:
@@ -27,6 +30,10 @@ class Console:
         """Whether this rank prints the lines that are the same on all ranks."""
         return self.rank == 0 and not self.is_quiet
 
+    def errors(self) -> AbstractContextManager[None]:
+        """Return a context in which errors are in the words of the call that began the run."""
+        return nullcontext()
+
     def say(self, line: str) -> None:
         """Print a line that is the same on all ranks, on the first rank only."""
         if self.is_first:
@@ -42,7 +49,27 @@ class Console:
 
 
 class LogConsole(Console):
-    """The same lines in the logger: a program that calls ``install`` owns its standard output."""
+    """The same lines in the words of a call, by default in the logger: a program owns its standard output.
+
+    Args:
+        spelling: of the call.
+        log: takes each line; ``None``: the logger does.
+        log_level: one of ``LOG_LEVELS``.
+    """
+
+    def __init__(self, spelling: Spelling, log: Callable[[str], None] | None = None, log_level: str = "info") -> None:
+        distributed = torch.distributed if torch.distributed.is_initialized() else None
+        rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if distributed else (0, 1)
+        super().__init__(log_level, rank, world_size)
+        self._spelling = spelling
+        self._log = log or _logged
+
+    def errors(self) -> AbstractContextManager[None]:
+        return self._spelling.errors()
 
     def _tell(self, of_rank: str, line: str) -> None:
-        logger.info("%s", INSTALL(f"{of_rank} {line}".lstrip()))
+        self._log(self._spelling(f"{of_rank} {line}".lstrip()))
+
+
+def _logged(line: str) -> None:
+    logger.info("%s", line)

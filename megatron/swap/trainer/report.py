@@ -18,12 +18,12 @@ from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
 from megatron.swap.reporting import memory_report
 from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary, device_line, layer_table, write_json
 from megatron.swap.reporting.verdict import verdict_lines
-from megatron.swap.run.parts import ActivationParts
+from megatron.swap.run.parts import Parts
 from megatron.swap.run.run_device import RunDevice
 
 
 def report_of(
-    steps: Sequence[StepRecord], run_device: RunDevice, parts: ActivationParts | None, optimizer: OptimizerSwap | None
+    steps: Sequence[StepRecord], run_device: RunDevice, parts: Parts | None, optimizer: OptimizerSwap | None
 ) -> RankReport:
     """Return this rank's figures. Reads losses from the device, which must be idle or broken.
 

@@ -6,6 +6,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,17 +14,21 @@ from torch import nn
 
 from megatron.swap.common.collectives import gather
 from megatron.swap.common.flags import settings_of
+from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import UsageError
+from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.checks import check_settings
+from megatron.swap.megatron_lm.hints import MegatronHints
 from megatron.swap.megatron_lm.layer import num_micro_batches
 from megatron.swap.megatron_lm.memory_needs import check_memory
 from megatron.swap.native.guarding import build_guard
 from megatron.swap.patches import registry
 from megatron.swap.reporting.summary import memory_lines
 from megatron.swap.run.console import Console
-from megatron.swap.run.model_swap import ModelSwap, unknown_model
+from megatron.swap.run.run import Run, unknown_model
+from megatron.swap.run.run_device import RunDevice
 from megatron.swap.trainer import report as reports
 from megatron.swap.trainer.checks import check_model_config
 from megatron.swap.trainer.fp8_weights import choose_fp8_weights
@@ -31,7 +36,7 @@ from megatron.swap.trainer.upstream import patches_of, supply_fusion_kernel, swi
 from megatron.swap.trainer.versions import ignored_scaling
 
 
-class SwapSession(ModelSwap):
+class SwapSession(Run):
     """One training run of Megatron's trainer on this rank.
 
     A script calls ``install``, and ``close`` if training never begins. Megatron calls the rest: ``attach`` when the
@@ -45,7 +50,9 @@ class SwapSession(ModelSwap):
     def __init__(self, args: Namespace, settings: Settings) -> None:
         facts = MegatronFacts.of(vars(args))
         console = Console(settings.log_level, facts.rank, facts.world_size)
-        super().__init__(facts, settings, check_memory(facts, settings), num_micro_batches, console, has_verdict=True)
+        hints = MegatronHints(facts, settings, check_memory(facts, settings))
+        super().__init__(settings, hints, console, RunDevice(settings, facts.rank, Ranges(), has_verdict=True))
+        self.hints: MegatronHints
         self._args = args
 
     @classmethod
@@ -81,8 +88,9 @@ class SwapSession(ModelSwap):
             session.close()
             raise
         session._undo.append(applied.revert)
-        session._say_lost(applied)
-        session._lacks_fusion = switch_fusion_off(applied.left_out, args, model_config)
+        for line in registry.lost_features(applied.left_out):
+            session._console.say(line)
+        session.hints.lacks_fusion = switch_fusion_off(applied.left_out, args, model_config)
         if model_config is not None:
             hooks = model_config.pre_wrap_hooks
             hooks.append(session.attach)
@@ -93,8 +101,46 @@ class SwapSession(ModelSwap):
 
     def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
         # Since `install` Megatron's tokenizer may have set the vocabulary, and fusion may have been switched off.
-        self.facts = MegatronFacts.of(vars(self._args))
+        self.hints.facts = MegatronFacts.of(vars(self._args))
+        self.hints.chunks += chunks
         return super().attach(chunks)
+
+    def close(self) -> None:
+        """Uninstall everything from Megatron and release all memory. Idempotent.
+
+        Call it after the last backward.
+
+        Raises:
+            DiskError: a write failed, so the state on disk is incomplete. All else is uninstalled and released.
+        """
+        self.release()
+
+    def num_micro_batches(self) -> int:
+        return num_micro_batches()
+
+    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for the forward of ``block``, a ``TransformerBlock``, with full recomputation.
+
+        Raises:
+            UsageError: no model was attached.
+        """
+        if self.parts is None:
+            raise unknown_model()
+        return self.hints.around_checkpointed_forward(block)
+
+    def recomputer(self) -> Recomputer | None:
+        """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
+        return self.hints.recomputer()
+
+    def on_optimizer_built(self, optimizer: Any) -> None:
+        """Adapt the ``optimizer`` that Megatron has built, and give activations the host memory that it leaves.
+
+        Raises:
+            UsageError: no model was attached, or the class of the optimizer is unknown.
+            HostMemoryError, DiskError: there is no room for its state.
+        """
+        self._attached_optimizer_swap().attach(optimizer)
+        self._reserve_host_memory()
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
         """Offload ``param``, which Megatron's optimizer has just made, if it is to be offloaded.
@@ -115,7 +161,7 @@ class SwapSession(ModelSwap):
         needs_model = self.settings.attaches or self.run_device.observer is not None
         if needs_model and not self._is_attached:
             raise unknown_model()
-        if self.parts is not None and not self.parts.layers.layers.has_chunks:
+        if self.parts is not None and not self.parts.layers.has_chunks:
             raise UsageError(
                 "the model has no TransformerBlock of Megatron, so nothing would be swapped. Train another model, or "
                 "drop the --swap- flags."
@@ -176,15 +222,12 @@ class SwapSession(ModelSwap):
         if self.settings.summary is not None:
             mine.memory = self._memory(mine, chunks, optimizer)
         self.close()
-        if self.planned.plan_run is not None:
-            self._console.say_here(self.planned.plan_run.save())
-        if self.auto is not None:
-            self.auto.finish()
+        self.finish()
         of_ranks = gather(mine)
         lines: list[str] = []
         if of_ranks is not None:
             planning = self.auto.summary() if self.auto is not None else None
-            summary = reports.write_summary(self.settings.summary, self.facts.num_layers, of_ranks, planning)
+            summary = reports.write_summary(self.settings.summary, self.hints.num_layers, of_ranks, planning)
             lines = reports.lines_of(summary, self.settings, of_ranks, swaps=self.planned.swaps)
         if (self.planned.swaps or self.settings.oom_guard) and not self._console.is_quiet:
             for line in lines:

@@ -14,6 +14,7 @@ from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import UsageError
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm import weight_gradients
+from megatron.swap.megatron_lm.model_patches import ModelEvents, RunPatches, patches_of_model
 from megatron.swap.megatron_lm.param_copies import off_device
 from megatron.swap.memory.host_memory import local_world_size, safe_host_bytes
 from megatron.swap.patches import (
@@ -27,7 +28,6 @@ from megatron.swap.patches import (
     weight_gradient_kernel,
 )
 from megatron.swap.patches.registry import AppliedPatches, Misfit
-from megatron.swap.run.upstream import ModelEvents, RunPatches, patches_of_model
 
 _supplied: list[AppliedPatches] = []
 

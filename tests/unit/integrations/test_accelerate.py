@@ -31,7 +31,7 @@ def own_state() -> Iterator[None]:
 def test_accumulation_by_accelerate() -> None:
     """Its optimizer skips steps between micro-batches. Its autocast is a forward of the model's instance."""
 
-    def trained(memory_gib: float | None) -> tuple[list[torch.Tensor], swap.SwapStats | None]:
+    def trained(memory_gib: float | None) -> tuple[list[torch.Tensor], swap.Stats | None]:
         accelerator = accelerate.Accelerator(
             cpu=True, mixed_precision="bf16", gradient_accumulation_steps=ACCUMULATED
         )

@@ -112,4 +112,4 @@ def test_the_trainer(tmp_path: Path) -> None:
     assert callback.swapped is not None
     stats = callback.swapped.stats()
     assert (stats.stage, stats.num_steps) == ("stable", NUM_STEPS)
-    assert isinstance(callback.swapped, swap.PlannedActivations)
+    assert isinstance(callback.swapped, swap.Run)

@@ -22,8 +22,8 @@ from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.layers import makers, whole
 from megatron.swap.layers import measure as alike_runs
 from megatron.swap.layers.measure import LEAST_MEASURED, AlikeRuns, kind_of
+from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.planner.profile import LayerClass
-from megatron.swap.run.planned_activations import PlannedActivations
 from tests.plain_loop import WIDTH, Mlp, encoder, mlps, rows, tokens, train
 from tests.planned_loop import NUM_STEPS, QUIET, check, unswapped
 from tests.unit.operators.test_repeats import Seeing
@@ -39,12 +39,12 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         found.append(find(self, kind))
         return found[-1]
 
-    monkeypatch.setattr(PlannedActivations, "_has_host_room", lambda *_: False)
+    monkeypatch.setattr(HostPool, "has_room", lambda *_: False)
     monkeypatch.setattr(AlikeRuns, "find", noting)
     return found
 
 
-def trained(model: nn.Module, data: Callable[[int], torch.Tensor], fraction: float, **options: Any) -> swap.SwapStats:
+def trained(model: nn.Module, data: Callable[[int], torch.Tensor], fraction: float, **options: Any) -> swap.Stats:
     """Train with a budget of ``fraction`` of what autograd holds, and check losses, gradients, weights and peaks."""
     plain, full_gib = unswapped(model, data)
     copied = copy.deepcopy(model)

@@ -58,7 +58,7 @@ def test_layers_with_atomics_train(dtype: torch.dtype) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     places = torch.randint(512, (NUM_ROWS,), device="cuda")
 
-    def step(swapped: swap.PlannedActivations | None) -> None:
+    def step(swapped: swap.Run | None) -> None:
         hidden = torch.randn(NUM_ROWS, WIDTH, device="cuda", dtype=dtype)
         model(hidden, places).float().square().mean().backward()
         optimizer.step()

@@ -57,7 +57,7 @@ def test_weights_that_are_unfrozen_on_the_way() -> None:
         model.requires_grad_(True)
         train(model, num_steps=2)
         loss_of(model(rows(0))).backward()
-        swapped._saved_tensors.checks.read()
+        swapped.parts.engine.saved_tensors.checks.read()
         loss = loss_of(model(rows(0)))
         FACTOR[0] = 1.5
         with contextlib.suppress(RecomputedRunError):

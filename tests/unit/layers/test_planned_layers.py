@@ -130,7 +130,7 @@ def test_layers_are_recomputed_as_often_as_backward_needs_them(make: Callable[[]
     model = make()
     plain = train(copy.deepcopy(model), num_steps=2, backward=backward)
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
-        assert isinstance(swapped, swap.PlannedActivations)
+        assert swapped.auto is not None
         recompute_all(swapped)
         assert train(model, num_steps=2, backward=backward).same_as(plain)
 
@@ -225,7 +225,7 @@ def test_a_layer_that_calls_itself_is_one_layer() -> None:
     model = recursive()
     plain = train(copy.deepcopy(model), num_steps=2)
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
-        assert isinstance(swapped, swap.PlannedActivations)
+        assert swapped.auto is not None
         recompute_all(swapped)
         assert train(model, num_steps=2).same_as(plain)
 
@@ -267,7 +267,7 @@ def test_the_checkpoint_always_gets_a_tensor_of_the_device(monkeypatch: pytest.M
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
         recompute_all(swapped)
         model(rows(0))
-        device = swapped._saved_tensors.device
+        device = swapped.parts.engine.saved_tensors.device
     assert [(tensors[0].numel(), tensors[0].device) for tensors in seen] == 3 * [(0, device)]
 
 

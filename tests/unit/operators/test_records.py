@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.layers import makers
+from megatron.swap.models.hints import ModelHints
 from megatron.swap.operators import following as operator_following
 from megatron.swap.operators import kinds as operator_kinds
 from megatron.swap.operators import records as operator_records
@@ -28,7 +28,6 @@ from megatron.swap.operators.kinds import Kind, kind_of
 from megatron.swap.operators.records import OperatorRecords, OperatorWatch
 from megatron.swap.operators.repeats import OperatorRepeats
 from megatron.swap.planner.profile import Link
-from megatron.swap.run import planned_activations
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
 from tests.unit.native.helpers import NEEDS_COMPILER
@@ -45,8 +44,7 @@ CHAINS = 0.15
 def only_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans recompute no layer whole, and a link so slow that nothing is offloaded."""
     monkeypatch.setattr(workload_profiler, "measure_link", lambda *_: Link(1e-6, 1e-6, 1e-6, 1e-6))
-    target = functools.partial(planned_activations.PlanTarget, recomputes_layers=False)
-    monkeypatch.setattr(planned_activations, "PlanTarget", target)
+    monkeypatch.setattr(ModelHints, "recomputes_layers", False)
 
 
 CHEAP = (

@@ -82,11 +82,11 @@ class Run:
         self.ended.clear()
 
     def apply(self, policy: Policy) -> None:
-        target = self.swapped._target
+        target = self.swapped.planned.target
         target.policy._inner, target.policy._keeps_all = policy, False
-        plan = self.swapped._auto.plan
+        plan = self.swapped.auto.plan
         assert isinstance(plan, Plan)
-        self.swapped._planned.apply_policy(target.settings.window_bytes(plan))
+        self.swapped.parts.layers.apply_policy(target.settings.window_bytes(plan))
 
     def grads(self, model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -108,7 +108,7 @@ class Run:
         return {name: after[name] - before[name] for name in after} | {"peak": peak}
 
     def figures(self) -> dict[str, int]:
-        saved_tensors = self.swapped._saved_tensors
+        saved_tensors = self.swapped.parts.engine.saved_tensors
         counters = saved_tensors.manager.counters
         assert saved_tensors.recomputer is not None
         return {
@@ -143,7 +143,7 @@ def test_equal_to_deciding(
     assert repeated["recomputed"]
     assert repeated["out"]
     monkeypatch.setattr(operator_repeats, "MAX_OTHERS", 0)
-    for boundary in run.swapped._planned.boundaries:
+    for boundary in run.swapped.parts.layers.boundaries:
         boundary.makers._repeats.clear()
     decided = run.step()
     assert not run.ended
@@ -154,7 +154,7 @@ def test_equal_to_deciding(
 def test_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is anything tried."""
     run = Run(Layer, Mixed(), monkeypatch)
-    recomputer = run.swapped._saved_tensors.recomputer
+    recomputer = run.swapped.parts.engine.saved_tensors.recomputer
     for name in ("begin", "obstacle", "record_made"):
         monkeypatch.setattr(recomputer, name, lambda *_: pytest.fail("decides"))
     run.step()
@@ -361,7 +361,7 @@ def test_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(Layer, Mixed("layer", "up"), monkeypatch)
     before = run.step()
     assert run.repeats()
-    run.swapped._target.policy.is_short = True
+    run.swapped.planned.target.policy.is_short = True
     after = run.step()
     assert not run.ended
     assert after["out"] > before["out"]

@@ -127,7 +127,7 @@ def test_other_steps(step: Any, name: str, device: Device) -> None:
 @pytest.mark.parametrize("name", ["plain", "checkpoints inside"])
 @pytest.mark.parametrize("num_swapped", [1, 4])
 def test_activations_are_swapped_too(name: str, num_swapped: int, device: Device) -> None:
-    seen: list[swap.SwappedActivations] = []
+    seen: list[swap.Run] = []
 
     def activations(model: Model) -> Any:
         layers = f"0-{num_swapped - 1}"

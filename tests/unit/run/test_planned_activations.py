@@ -25,9 +25,10 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.layers import learned, makers, whole
 from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
+from megatron.swap.models.hints import ModelHints
 from megatron.swap.native.operator_following import load_operators
 from megatron.swap.planner.profile import Link
-from megatron.swap.run import host_share, planned_activations
+from megatron.swap.run import host_share
 from tests.plain_loop import (
     Cnn,
     Mlp,
@@ -48,13 +49,12 @@ from tests.planned_loop import NUM_STEPS, QUIET, assert_planned, check, fraction
 def no_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans offload and recompute no layer, as on a device whose link is fast."""
     monkeypatch.setattr(workload_profiler, "measure_link", lambda *_: Link(1e3, 1e3, 1e3, 1e3))
-    target = functools.partial(planned_activations.PlanTarget, recomputes_layers=False)
-    monkeypatch.setattr(planned_activations, "PlanTarget", target)
+    monkeypatch.setattr(ModelHints, "recomputes_layers", False)
 
 
-def planned(model: nn.Module, memory_gib: float = 1.0, **options: Any) -> swap.PlannedActivations:
+def planned(model: nn.Module, memory_gib: float = 1.0, **options: Any) -> swap.Run:
     swapped = swap.activations(model, memory_gib=memory_gib, **{**QUIET, **options})
-    assert isinstance(swapped, swap.PlannedActivations)
+    assert isinstance(swapped, swap.Run)
     return swapped
 
 
@@ -340,7 +340,7 @@ def test_the_least_budget_works() -> None:
 def test_a_model_that_exceeds_the_budget_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedDevice, "allocated_bytes", lambda _: 2 * GIB)
     with planned(mlps()) as swapped, pytest.raises(UsageError, match=r"take 2.00 GiB before .* Raise the budget, or"):
-        train(swapped._model, num_steps=1)
+        train(swapped.hints.chunks[0], num_steps=1)
 
 
 class Caching(nn.Module):
@@ -386,7 +386,7 @@ def test_a_cache_is_refused() -> None:
             return hidden
 
     with planned(Model()) as swapped, pytest.raises(UsageError, match="Layer is called with a DynamicCache"):
-        swapped._model(rows(0))
+        swapped.hints.chunks[0](rows(0))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -398,7 +398,7 @@ def test_a_checkpoint_around_a_layer_is_refused(use_reentrant: bool) -> None:
             return hidden
 
     with planned(Model()) as swapped, pytest.raises(UsageError, match="runs inside an activation checkpoint"):
-        swapped._model(rows(0).requires_grad_()).sum().backward()
+        swapped.hints.chunks[0](rows(0).requires_grad_()).sum().backward()
 
 
 class FSDPModule(nn.Module):
@@ -418,7 +418,7 @@ def compiled(module: nn.Module) -> nn.Module:
     ("make", "arguments", "said"),
     [
         (mlps, {"layers": "0-3", "memory_gib": 1.0}, "layers '0-3' beside memory_gib"),
-        (mlps, {"memory_fraction": 0.5, "memory_gib": 1.0}, "memory_fraction beside memory_gib"),
+        (mlps, {"memory_fraction": 0.5, "memory_gib": 1.0}, "memory_fraction=0.5 both say"),
         (mlps, {"memory_gib": 0.0}, "memory_gib=0.0: must be"),
         (mlps, {"memory_gib": 1e9}, "at most what the device has"),
         (mlps, {"memory_fraction": 2.0}, "memory_fraction=2"),

@@ -124,7 +124,7 @@ def test_all_kinds_within_a_budget() -> None:
     assert_planned_equal(nn.Sequential(*map(Layer, KINDS.values())))
 
 
-def assert_planned_equal(model: nn.Module, backward: Any = None, num_steps: int = NUM_STEPS) -> swap.SwapStats:
+def assert_planned_equal(model: nn.Module, backward: Any = None, num_steps: int = NUM_STEPS) -> swap.Stats:
     """Check that training within a large budget is equal to training without, and reaches a plan."""
     plain = train(copy.deepcopy(model), rows, num_steps, backward)
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:

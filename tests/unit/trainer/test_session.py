@@ -15,9 +15,9 @@ from torch import nn
 
 from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.types import MIB, UsageError
+from megatron.swap.megatron_lm import hints
 from megatron.swap.memory.disk_file import DiskError
 from megatron.swap.patches import registry
-from megatron.swap.run import parts
 from megatron.swap.trainer.session import SwapSession
 
 
@@ -80,7 +80,9 @@ def test_what_fails_at_the_end_leaves_nothing_either():
     def fails() -> None:
         raise DiskError("the disk broke")
 
-    session.optimizer_swap = SimpleNamespace(close=fails, abandon=lambda: None)  # type: ignore[assignment]
+    session.optimizer_swap = SimpleNamespace(  # type: ignore[assignment]
+        close=fails, abandon=lambda: None, reserved_bytes=0, offloaded_tensors=lambda: ()
+    )
     with pytest.raises(DiskError, match="broke"):
         session.close()
     assert patched() == before
@@ -120,7 +122,7 @@ def test_a_trace_needs_no_boundaries(tmp_path: Path):
 def test_only_a_run_in_8_bits_takes_wrappers_apart(
     monkeypatch: pytest.MonkeyPatch, fp8: str | None, rules: str | None
 ):
-    monkeypatch.setattr(parts, "wrapper_rules", lambda: "rules")
+    monkeypatch.setattr(hints, "wrapper_rules", lambda: "rules")
     args = arguments("--swap-layers", "all")
     args.fp8 = fp8
     session = SwapSession.install(args)
@@ -168,7 +170,7 @@ def test_allocation_retries_are_reported_to_the_planner(monkeypatch: pytest.Monk
     try:
         monkeypatch.setattr(session.run_device.device, "take_retries", lambda: 3)
         session.auto = SimpleNamespace(  # type: ignore[assignment]
-            step_ended=lambda *figures: calls.append(figures), is_settled=True
+            step_ended=lambda *figures, **_: calls.append(figures), is_settled=True
         )
         session.on_iteration(7, {}, None, False, None)
         assert calls == [(7, 0, 3)]

@@ -14,9 +14,9 @@ from torch import nn
 
 from megatron.swap.common.types import PRODUCERS, UsageError
 from megatron.swap.forecast.facts import MegatronFacts
+from megatron.swap.megatron_lm.model_patches import patches_of_model
 from megatron.swap.patches import compile_helpers, registry, te_weight_copies
 from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
-from megatron.swap.run.upstream import patches_of_model
 from megatron.swap.trainer import prepare as preparation
 from megatron.swap.trainer.command_line import swap_config
 from megatron.swap.trainer.session import SwapSession

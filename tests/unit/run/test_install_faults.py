@@ -12,7 +12,7 @@ import torch
 from megatron import swap
 from torch import nn
 
-from tests.unit.run.test_built import MASK, POSITIONS, SMALL, TOKENS, model_of, one_rank, train, untouched
+from tests.unit.run.test_install import MASK, POSITIONS, SMALL, TOKENS, model_of, one_rank, train, untouched
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds a model for machines without CUDA")
 __all__ = ["one_rank"]

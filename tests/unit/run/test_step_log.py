@@ -13,7 +13,7 @@ from megatron.swap.common.counters import Counters
 from megatron.swap.common.settings import Settings
 from megatron.swap.engine.oom_guard import Rescue
 from megatron.swap.run.console import Console
-from megatron.swap.run.steps import NUM_UNREAD, StepLog
+from megatron.swap.run.step_log import NUM_UNREAD, StepLog
 
 
 class Run:

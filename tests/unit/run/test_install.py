@@ -284,7 +284,7 @@ def test_without_megatrons_groups_the_pipeline_is_unknown() -> None:
         swap.install(model, layers="all")
 
 
-def interrupted(swapped: swap.BuiltSwap, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def interrupted(swapped: swap.Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with swapped:
         train(model, optimizer)
         _ = model(TOKENS[:, :-1], POSITIONS, MASK, labels=TOKENS[:, 1:]).mean()
@@ -435,7 +435,7 @@ def test_before_the_first_step_has_ended(how: str) -> None:
     assert set(registry._in_place) == before
 
 
-def out_of_memory(swapped: swap.BuiltSwap, model: nn.Module) -> None:
+def out_of_memory(swapped: swap.Run, model: nn.Module) -> None:
     with swapped:
         model(TOKENS[:, :-1], POSITIONS, MASK, labels=TOKENS[:, 1:])
         raise torch.OutOfMemoryError("mine")

@@ -11,9 +11,9 @@ from torch import nn
 from megatron.swap.common.settings import Settings
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.forecast.facts import MegatronFacts
+from megatron.swap.megatron_lm.model_patches import ModelEvents, patches_of_model
 from megatron.swap.patches import registry
 from megatron.swap.patches.registry import AppliedPatches
-from megatron.swap.run.upstream import ModelEvents, patches_of_model
 
 
 class SharedPatches:

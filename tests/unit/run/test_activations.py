@@ -238,7 +238,7 @@ def test_nothing_piles_up() -> None:
         assert after.held_bytes == 0
         assert after.host_peak_bytes == before.host_peak_bytes
         assert after.out_bytes > 10 * before.out_bytes
-        manager = swapped._manager
+        manager = swapped.parts.manager
         assert len(manager.counters._stalls) < 100
         assert not manager._state.orphans
         assert not len(manager._state.offloading)
@@ -300,7 +300,7 @@ def test_a_copy_that_failed_is_told_once_and_all_is_given_back(monkeypatch: pyte
     def fails() -> None:
         raise SwapError("an emulated copy failed")
 
-    monkeypatch.setattr(swapped._manager, "drain", fails)
+    monkeypatch.setattr(swapped.parts.manager, "drain", fails)
     with pytest.raises(SwapError, match="copy failed"):
         swapped.close()
     swapped.close()
@@ -453,7 +453,7 @@ def test_checkpoints_around_layers(use_reentrant: bool) -> None:
 def test_the_package_imports_nothing_before_it_is_asked_for() -> None:
     program = (
         "import sys, megatron.swap, megatron.swap.planner.solve\n"
-        "assert not {'torch', 'megatron.swap.run.module_activations'} & set(sys.modules)\n"
+        "assert not {'torch', 'megatron.swap.run.train'} & set(sys.modules)\n"
         "from megatron import swap\n"
         "from megatron.swap import types\n"
         "assert not hasattr(swap, 'anything')\n"

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.swap.common.plan import Model
 from megatron.swap.common.settings import Settings
-from megatron.swap.run.loss import RunLoss
+from megatron.swap.megatron_lm.run_loss import RunLoss
 
 MODEL = Model(32, 4096, 14336, 32, 8, 8192, 1, 128256, "transformer_engine", "bf16", gated=True)
 

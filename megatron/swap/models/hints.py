@@ -1,0 +1,183 @@
+"""Hints about a model, for a run. These fit any PyTorch model; those of a framework answer otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from megatron.swap.common.plan import Infeasible, Model
+from megatron.swap.common.settings import Settings
+from megatron.swap.common.types import LINEAR, OPERATOR
+from megatron.swap.devices.base import Device
+from megatron.swap.engine.build import Engine
+from megatron.swap.engine.policy import Policy, policy_of
+from megatron.swap.engine.wrapper_tensors import WrapperRules
+from megatron.swap.layers.layers import Layers
+from megatron.swap.layers.learned import LearnedLayers
+from megatron.swap.layers.run import LayerSpec
+from megatron.swap.memory.disk_file import DiskFile
+from megatron.swap.memory.host_memory import HostCapacity
+from megatron.swap.models.plannable import take_over
+
+Errors = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which errors are in the caller's words."""
+Undo = Callable[[], None]
+
+
+class ModelHints:
+    """Answers about a model with ``layers``.
+
+    Args:
+        model: the whole model; ``None``: it is not known, so nothing is planned and steps are not counted.
+        layers: its layers, each once, in the order of forward.
+        policy: decides about the layers; ``None``: the settings do.
+        autocast_cache: as in ``LayerSpec``.
+
+    Attributes:
+        chunks: modules whose forwards the run follows.
+        recomputes_layers: whole layers may be recomputed.
+        timeout_minutes: how long a rank waits for the others; ``None``: torch's default.
+        remedy: advice if the model alone exceeds the budget.
+        capacity: the host's memory without what the model takes of it; ``None``: the model takes none.
+        needs: what the model needs beside what there is, in words; ``None``: it is not known.
+        tells_details: a run prints its settings, and each tensor that should be recomputed and is not.
+        waits_between_steps: training waits for each backward between two steps anyway.
+    """
+
+    recomputes_layers = True
+    timeout_minutes: float | None = None
+    remedy = "Raise the budget, or train with a smaller optimizer state or on more GPUs."
+    capacity: HostCapacity | None = None
+    needs: str | None = None
+    tells_details = False
+    waits_between_steps = False
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        layers: Sequence[nn.Module],
+        policy: Policy | None = None,
+        *,
+        autocast_cache: bool = True,
+    ) -> None:
+        self.chunks: list[nn.Module] = [] if model is None else [model]
+        self._layers = tuple(layers)
+        self._policy = policy
+        self._autocast_cache = autocast_cache
+        self._learned: LearnedLayers | None = None
+
+    # ------------------------------------------------------------------- before there is an engine
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """All layers of this rank, in the order of forward."""
+        return self._layers
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the whole model, over all ranks."""
+        return len(self._layers)
+
+    def describe(self) -> Model:
+        """Return the model as plan files describe it, as far as it is known now."""
+        assert self._learned is not None
+        return self._learned.describe(self.chunks[0])
+
+    def kinds(self, settings: Settings) -> tuple[str, ...]:
+        """Return the kinds of producers whose outputs may be recomputed."""
+        return (OPERATOR, LINEAR) if settings.auto else ()
+
+    def policy(self, settings: Settings) -> Policy:
+        """Return the policy of a run without a planner."""
+        return self._policy or policy_of(settings, self.num_layers)
+
+    def least_host_bytes(self, settings: Settings) -> int:
+        """Return a lower bound of the bytes that this rank offloads at once; 0: it is not known."""
+        return 0
+
+    def wrappers(self) -> WrapperRules | None:
+        """Return the rules for the wrapper tensors of low precision; ``None``: there are none."""
+        return None
+
+    def state_store(
+        self, settings: Settings, device: Device, num_micro_batches: Callable[[], int], host_bytes: int,
+        disk: DiskFile | None,
+    ) -> Any:  # fmt: skip
+        """Return the framework's object that offloads optimizer state.
+
+        Args:
+            num_micro_batches: returns those of the current step.
+            host_bytes: most host memory for state.
+            disk: holds state that does not fit into host memory.
+        """
+        raise NotImplementedError  # refused before: only Megatron's optimizers are adapted
+
+    # ------------------------------------------------------------------- when the model is there
+
+    def prepare(self, chunks: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[list[Undo], str | None]]:
+        """Change the model as swapping needs it. Yield how to undo each change, and a line that tells of it.
+
+        Raises:
+            UsageError: the model cannot be swapped with these settings.
+        """
+        for chunk in chunks:
+            yield from take_over(chunk)
+
+    def bound(
+        self, engine: Engine, policy: Policy, settings: Settings, errors: Errors, is_measuring: Callable[[], bool],
+        has_room: Callable[[int], bool],
+    ) -> Layers:  # fmt: skip
+        """Return the boundaries around the layers that are known; ``Layers.add`` puts others around.
+
+        Args:
+            is_measuring: whether steps are measured now.
+            has_room: whether the host has room for this many bytes more.
+        """
+        if settings.auto:
+            self._learned = LearnedLayers(
+                self.layers, engine.saved_tensors, policy, is_measuring, has_room,
+                autocast_cache=self._autocast_cache, errors=errors,
+            )  # fmt: skip
+            return self._learned
+        layers = Layers(engine.saved_tensors, policy, errors)
+        layers.install([
+            LayerSpec(module=layer, number=number, autocast_cache=self._autocast_cache)
+            for number, layer in enumerate(self.layers)
+        ])  # fmt: skip
+        return layers
+
+    def unbound(self) -> None:
+        """Note that the boundaries are removed."""
+
+    def pipeline_rank(self) -> int:
+        """Return this rank's stage of the pipeline."""
+        return 0
+
+    def first_forward(self, arguments: Sequence[Any], options: Mapping[str, Any], settings: Settings) -> None:
+        """Note the arguments of the first forward with gradients.
+
+        Raises:
+            UsageError: they show that the plan is another model's.
+        """
+
+    # ------------------------------------------------------------------- between steps
+
+    def step_line(self, budget_gib: float | None) -> str | None:
+        """Return a line to print behind a step, once.
+
+        Args:
+            budget_gib: the planner's; ``None``: no planner decides.
+        """
+        return None
+
+    def explained(self, error: Infeasible, budget_gib: float) -> Infeasible:
+        """Return ``error`` in the words of the call that named the budget."""
+        least = f"{error.smallest_gib:.10g}"
+        return Infeasible(
+            f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is {least} GiB. "
+            f"Give memory_gib={least} or more, a smaller batch, or shorter sequences.",
+            error.smallest_gib,
+        )

@@ -1,0 +1,119 @@
+"""Swapping for a Megatron model that exists already, in anybody's training loop: without flags, without globals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.settings import Settings
+from megatron.swap.common.spelling import INSTALL, Spelling
+from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.built_model import check_optimizer, facts_of, unwrapped
+from megatron.swap.megatron_lm.checks import check_settings
+from megatron.swap.megatron_lm.hints import Built, MegatronHints
+from megatron.swap.megatron_lm.memory_needs import MemoryCheck
+from megatron.swap.megatron_lm.shared_patches import SHARED
+from megatron.swap.native.guarding import build_guard
+from megatron.swap.run.console import LogConsole
+from megatron.swap.run.run import Run
+from megatron.swap.run.run_device import RunDevice
+
+
+@INSTALL.errors()
+def install(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Any = None,
+    *,
+    memory_gib: float | None = None,
+    layers: str | Iterable[int] | None = None,
+    plan: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Run:
+    """Swap what the layers of a Megatron model save, from the next step on.
+
+    ::
+
+        swapped = swap.install(model, optimizer, memory_gib=60)
+        ...                      # the training loop that you have
+        print(swapped.stats())
+        swapped.close()
+
+    Losses, gradients and weights are bit-equal to a run without swapping. Call it on every rank, before training or
+    between two steps, when the model is on its device.
+
+    Args:
+        model: this rank's model chunk, or its chunks in the order of the virtual pipeline stages; in Megatron's
+            wrappers or without them.
+        optimizer: Megatron's or torch's. Its ``step`` ends a training step; where a gradient scaler may skip that, call
+            ``Run.step``. ``None``: a step ends at the first forward after an optimizer of the model's parameters
+            has stepped, or where ``Run.step`` is called.
+        memory_gib: most device memory that a step may take: the first steps are measured, then the planner decides.
+        layers: layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``, or their numbers.
+        plan: a plan file.
+        config: more of the ``--swap-`` flags, without that prefix and with underscores: ``{"min_mib": 0.1}``. With
+            ``optimizer``, ``{"optimizer": 0.5}`` offloads half of its state.
+
+    While optimizer state is offloaded, main parameters and moments may be read through the optimizer's ``state_dict``
+    alone. A planner's ``Infeasible`` comes out of the call that ends a step: the optimizer's ``step``, or ``step``.
+
+    Raises:
+        UsageError: the arguments cannot work for this model; nothing was changed.
+        HostMemoryError: the host has less memory than is needed at least.
+        PatchError: this Megatron lacks what the settings need.
+    """
+    given = {"memory_gib": memory_gib, "layers": layers, "plan": plan}
+    return swap_built(model, optimizer, _settings(given, config), INSTALL)
+
+
+def swap_built(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Any,
+    settings: Settings,
+    spelling: Spelling,
+    log: Callable[[str], None] | None = None,
+) -> Run:
+    """Return a run that has begun. ``spelling``: of the call; the rest is as for ``install`` and ``train``."""
+    chunks, is_wrapped = unwrapped(model)
+    check_optimizer(optimizer, chunks)
+    _check_free(chunks, optimizer)
+    facts = facts_of(chunks, optimizer)
+    if settings.plan is not None:  # the model's batches are not known yet: compared in the first step
+        of_plan = settings.plan.model
+        facts = replace(facts, seq_length=of_plan.seq_length, micro_batch_size=of_plan.micro_batch_size)
+    check_settings(facts, settings)
+    if not settings.attaches:
+        raise UsageError("nothing is to be swapped. Give memory_gib, layers or plan.")
+    if settings.optimizer and optimizer is None:
+        raise UsageError(f"optimizer {settings.optimizer}: there is no optimizer. Pass Megatron's.")
+    if settings.oom_guard:
+        build_guard(on_gpu=torch.cuda.is_available())
+    hints = MegatronHints(facts, settings, MemoryCheck(None, None), Built(chunks, optimizer, is_wrapped))
+    console = LogConsole(spelling, log, settings.log_level)
+    return Run(settings, hints, console, RunDevice(settings, facts.rank, Ranges())).begin(optimizer)
+
+
+def _settings(given: Mapping[str, Any], config: Mapping[str, Any] | None) -> Settings:
+    """Return all settings, those of ``config`` included.
+
+    Raises:
+        UsageError: ``config`` is no mapping, or repeats an argument.
+    """
+    config = {} if config is None else config
+    if not isinstance(config, Mapping):
+        raise UsageError(f"config {config!r}: must be a mapping of settings, such as {{'min_mib': 0.1}}.")
+    for name, value in given.items():
+        if value is not None and name in config:
+            raise UsageError(f"{name} is given twice: as an argument and in config. Leave one out.")
+    return Settings.of({**given, **config})
+
+
+def _check_free(chunks: Sequence[nn.Module], optimizer: Any) -> None:
+    """Refuse a model or an optimizer that another ``install`` has not given back."""
+    for other in SHARED.models:
+        if isinstance(other, MegatronHints) and other.uses(chunks, optimizer):
+            raise UsageError("this model or its optimizer swaps already. Call close() of that run first.")

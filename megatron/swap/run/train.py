@@ -1,0 +1,225 @@
+"""Swapping in anybody's training loop: ``train`` for every model, ``activations`` for models other than Megatron's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.settings import Settings, parse_layers
+from megatron.swap.common.spelling import ACTIVATIONS, Spelling
+from megatron.swap.common.types import UsageError, layer_positions
+from megatron.swap.engine.policy import Policy, policy_of
+from megatron.swap.models.found_layers import is_megatrons, layers_of
+from megatron.swap.models.hints import ModelHints
+from megatron.swap.models.layer_devices import device_of
+from megatron.swap.models.plannable import refuse_unplannable
+from megatron.swap.params.module_weights import weights as offload_weights
+from megatron.swap.run.console import Console, LogConsole
+from megatron.swap.run.run import Run
+from megatron.swap.run.run_device import RunDevice
+
+OF_MEGATRON = {
+    "modules", "recompute", "loss_chunks", "fp8_weights", "plan", "optimizer", "summary", "profile", "profile_steps",
+    "deterministic",
+}  # fmt: skip
+"""Settings that act on Megatron's models alone."""
+TRAIN = Spelling(*(field.name for field in dataclasses.fields(Settings)))
+
+
+@TRAIN.errors()
+def train(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Any = None,
+    *,
+    memory_gib: float | None = None,
+    layers: str | Policy | None = None,
+    plan: str | None = None,
+    weights: str | None = None,
+    hints: ModelHints | None = None,
+    log: Callable[[str], None] | None = None,
+    **settings: Any,
+) -> Run:
+    """Swap what the layers of a model save, from the next step on.
+
+    ::
+
+        with swap.train(model, optimizer, memory_gib=60) as run:
+            ...                  # the training loop that you have
+        print(run.stats())
+
+    Losses, gradients and weights are bit-equal to a run without swapping. Call it on every rank, when the model is on
+    its device.
+
+    Args:
+        model: a model of PyTorch, or this rank's chunks of a Megatron model, in Megatron's wrappers or without them.
+        optimizer: its ``step`` ends a training step; where a gradient scaler may skip that, call ``Run.step``.
+            ``None``: a step ends at the first forward after an optimizer of the model's parameters has stepped.
+        memory_gib: most device memory that a step may take: the first steps are measured, then a planner keeps,
+            offloads or recomputes what is saved.
+        layers: layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``. Or a policy, unless the model is Megatron's.
+        plan: a plan file, for a Megatron model.
+        weights: layers whose frozen weights are offloaded too, written as ``layers``. Not for a Megatron model.
+        hints: answers about a model whose layers are not found; ``None``: the model's stacks are its layers.
+        log: takes each line that is printed; ``None``: the logger ``megatron.swap`` does.
+        settings: more of the ``--swap-`` flags, without that prefix and with underscores: ``min_mib=0.1``.
+
+    Raises:
+        UsageError: the arguments cannot work for this model; nothing was changed.
+        HostMemoryError: the host has less memory than is needed at least.
+        PatchError: this Megatron lacks what the settings need.
+    """
+    policy = layers if isinstance(layers, Policy) else None
+    given = {"memory_gib": memory_gib, "layers": None if policy else layers, "plan": plan, **settings}
+    parsed = Settings.of(given)
+    if hints is None and is_megatrons(model):
+        from megatron.swap.run.install import swap_built  # needs megatron.core
+
+        if weights is not None or policy is not None:
+            raise UsageError("this is a Megatron model: weights= and a policy are for others. Give layers='0-9'.")
+        return swap_built(model, optimizer, parsed, TRAIN, log)
+    for name in {"plan": plan, **settings}:
+        if name in OF_MEGATRON and given[name] is not None:
+            raise UsageError(f"{name}={given[name]!r} is for Megatron models, and this is another one. Leave it out.")
+    if not parsed.auto and layers is None and weights is None:
+        raise UsageError("nothing is to be swapped. Give memory_gib, layers or weights.")
+    return _swapped(model, optimizer, policy, parsed, LogConsole(TRAIN, log), weights=weights, hints=hints)
+
+
+@ACTIVATIONS.errors()
+def activations(
+    model: nn.Module | Iterable[nn.Module],
+    layers: str | Policy = "all",
+    *,
+    min_mib: float = 1.0,
+    host_gib: float | None = None,
+    prefetch_gib: float | None = None,
+    verify: bool = False,
+    oom_guard: bool = False,
+    cpu_delay_ms: float = 0.0,
+    memory_gib: float | None = None,
+    memory_fraction: float | None = None,
+    save_plan: str | None = None,
+    save_profile: str | None = None,
+    log: Callable[[str], None] | None = None,
+    autocast_cache: bool = True,
+) -> Run:
+    """Swap what autograd saves in the layers of ``model``: offload it after forward, reload it before backward.
+
+    With a budget (``memory_gib`` or ``memory_fraction``) the first steps are measured, and then a planner keeps,
+    offloads or recomputes what is saved, so that steps are as fast as possible within the budget.
+
+    ::
+
+        with swap.activations(model, "0-9") as swapped:
+            for batch in data:
+                loss = model(batch).loss
+                loss.backward()
+                optimizer.step()
+        print(swapped.stats())
+
+    Losses, gradients and weights are bit-equal to a run without swapping. Nothing has to be called between steps.
+
+    Args:
+        model: a model, or its layers in the order of forward. The layers of a model are the children of every outermost
+            ``nn.ModuleList`` and ``nn.Sequential`` in it, in order. A layer that appears several times counts once.
+            To train on a GPU, move the model there first.
+        layers: the layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``; or a policy, which is asked by number. The
+            last ones before the loss are kept, since backward needs them at once.
+        min_mib: smaller storages are kept, unless ``layers`` is a policy, which decides itself.
+        host_gib: most host memory to use, in GiB; ``None``: what is safe on this machine.
+        prefetch_gib: most GiB that are reloaded ahead of use; ``None``: as much as the largest layer saves.
+        verify: compare checksums of every storage that is reloaded.
+        oom_guard: when an allocation on the GPU fails, evict saved tensors to the host and retry the allocation.
+        cpu_delay_ms: longest random delay of a copy; for a model on the CPU, where threads emulate the copy engines.
+        memory_gib: most device memory that a step may take, in GiB. ``model`` is the whole model then, and ``layers``
+            stays ``all``. Steps end at the first forward after an optimizer of the model's parameters has stepped, or
+            where ``Run.step`` says so. Call it on every rank.
+        memory_fraction: the same, as a fraction of the device's memory.
+        save_plan: file for the plan that is chosen.
+        save_profile: file for the profile that it was made from.
+        log: takes the lines that the planner prints; ``None``: they go to the logger ``megatron.swap``, and without
+            handlers to standard error.
+        autocast_cache: False: within the layers, autocast does not keep its casts of fp32 weights until forward ends,
+            half of the weights' memory. Results are those of layers under ``torch.autocast(..., cache_enabled=False)``:
+            a weight that a forward uses several times gets its gradients summed in fp32, not in 16 bits.
+
+    A planner's ``Infeasible`` comes out of the call that ends a step: ``step``, or the model's forward.
+
+    Raises:
+        UsageError: the arguments cannot work for this model; nothing was changed.
+        HostMemoryError: the host has less memory than ``host_gib``.
+    """
+    if not isinstance(layers, str | Policy):
+        raise UsageError(
+            f"swap.activations was given {layers!r} as layers: it must be a text such as '0-9' or 'all', or a Policy."
+        )
+    is_planned = memory_gib is not None or memory_fraction is not None
+    if is_planned and layers != "all":
+        raise UsageError(f"layers {layers!r} beside memory_gib: the planner chooses within one budget. Leave one out.")
+    if not is_planned and (save_plan is not None or save_profile is not None):
+        raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")
+    policy = layers if isinstance(layers, Policy) else None
+    settings = Settings(
+        layers="none" if is_planned or policy else str(layers),
+        min_mib=min_mib, host_gib=host_gib, prefetch_gib=prefetch_gib, verify=verify, oom_guard=oom_guard,
+        cpu_delay_ms=cpu_delay_ms, memory_gib=memory_gib, memory_fraction=memory_fraction, save_plan=save_plan,
+        save_profile=save_profile,
+    )  # fmt: skip
+    return _swapped(model, None, policy, settings, LogConsole(ACTIVATIONS, log), autocast_cache=autocast_cache)
+
+
+def _swapped(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Any,
+    policy: Policy | None,
+    settings: Settings,
+    console: Console,
+    *,
+    autocast_cache: bool = True,
+    weights: str | None = None,
+    hints: ModelHints | None = None,
+) -> Run:
+    """Return a run of a model that is not Megatron's. The rest is as for ``train`` and ``activations``."""
+    found = layers_of(model) if hints is None else list(hints.layers)
+    if settings.auto:
+        refuse_unplannable(model)
+    elif weights is None or settings.swaps_layers or policy is not None:
+        chosen = policy or policy_of(settings, len(found))
+        _check_policy(chosen, policy or settings.layers, len(found))
+        _check_tail(chosen, len(found), num_ahead=1 if settings.prefetch_gib is None else 0)
+    if policy is not None:  # the layers that it names are its own matter
+        settings = replace(settings, layers="all")
+    if hints is None:
+        whole = model if isinstance(model, nn.Module) and settings.auto else None
+        hints = ModelHints(whole, found, policy, autocast_cache=autocast_cache)
+    run = Run(settings, hints, console, RunDevice(settings, console.rank, Ranges(), torch_device=device_of(found)))
+    if weights is not None:
+        streamed = [found[number] for number in sorted(parse_layers(weights, len(found)))]
+        run.weights = offload_weights(cast(nn.Module, model), streamed, training=True, host_gib=settings.host_gib)
+    return run.begin(optimizer)
+
+
+def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:
+    if not any(map(policy.swaps_layer, range(num_layers))):
+        raise UsageError(f"layers {given!r}: none of the {num_layers} layers would be swapped. Name one, or 'all'.")
+    if any(map(policy.recomputes_whole, range(num_layers))):
+        raise UsageError(
+            f"layers {given!r}: recomputes whole layers, for which Megatron's layers are needed. Put "
+            "torch.utils.checkpoint around them in the model, and swap others."
+        )
+
+
+def _check_tail(policy: Policy, num_layers: int, num_ahead: int) -> None:
+    """Refuse a policy that would swap only trailing layers, which are kept. ``num_ahead``: least layers prefetched."""
+    is_swapped = [policy.swaps_layer(number) for number in range(num_layers)]
+    positions = layer_positions(is_swapped, ends_in_loss=True)
+    if all(position.is_trailing_kept(num_ahead) for position in positions if position.swapped):
+        raise UsageError(
+            f"of {num_layers} layers only the last would be swapped, and those are kept: backward needs them at once. "
+            "Swap earlier ones, or pass smaller layers: their children in the order of forward."
+        )
