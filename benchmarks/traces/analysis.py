@@ -174,7 +174,6 @@ def findings(analysis: Analysis) -> dict[str, Any]:
             "num_late": sum(back.copy.why == "swap_in" for storage in storages for back in storage.reloads),
         },
         "num_copies_outside_steps": sum(len(copy.pieces) for copy in outside),
-        "num_kernels_without_launch": len(analysis.compute.main) - analysis.compute.num_ordered,
         "foreign_copies": _foreign(engine),
         "closed_gap_us": CLOSED_GAP_NS / US,
         "hidden_share": analysis.hidden_share,

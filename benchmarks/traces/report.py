@@ -31,7 +31,7 @@ def lines(analysis: Analysis) -> Iterator[str]:
         yield f"{table.aligned}\n"
     if found["gaps"]:
         yield f"Largest gaps of compute\n{gaps_table(found).aligned}\n"
-    yield from _remarks(found)
+    yield from _remarks(analysis, found)
     violations = [str(violation) for violation in analysis.ordering.violations]
     for title, sentences in (("MISMATCHES", analysis.mismatches), ("OUT OF ORDER", violations)):
         if sentences:
@@ -44,7 +44,7 @@ def lines(analysis: Analysis) -> Iterator[str]:
         yield f"clean: every copy ran in order{equal}"
 
 
-def _remarks(found: dict[str, Any]) -> Iterator[str]:
+def _remarks(analysis: Analysis, found: dict[str, Any]) -> Iterator[str]:
     for why, number in found["reuse_not_judged"].items():
         if number:
             yield f"{number} copies out are not judged by 'out_before_reuse': {UNJUDGED[why]}"
@@ -58,8 +58,8 @@ def _remarks(found: dict[str, Any]) -> Iterator[str]:
     yield f"compute waited for copies: {stalled['together']:.1f} ms ({by_what})"
     for direction, other in found["foreign_copies"].items():
         yield f"other copies {direction}: {other['num_copies']}, {format_bytes(other['num_bytes'])}"
-    if found["num_kernels_without_launch"]:
-        yield f"{found['num_kernels_without_launch']} kernels have no launch in the trace: not used for ordering"
+    if unknown := len(analysis.compute.main) - analysis.compute.num_ordered:
+        yield f"{unknown} kernels have no launch in the trace: not used for ordering"
     if not found["compared_with_summary"]:
         yield "no --summary given: copies were not compared with the engine's own counts"
 
