@@ -419,3 +419,16 @@ def plant_fault(patch: pytest.MonkeyPatch, owner: type, method: str, old: str, n
     code = compile(source.replace(old, new), f"<{method} with a fault>", "exec", __future__.annotations.compiler_flag)
     exec(code, vars(inspect.getmodule(owner)), scope)
     patch.setattr(owner, method, scope[method])
+
+
+def watch(listener: Any, chunk: nn.Module) -> Callable[[], None]:
+    """Tell a recorder or a planner of the forwards of ``chunk``, as a run does. Return the end of that."""
+    listener.add_chunk(chunk)
+    before = chunk.register_forward_pre_hook(lambda *_: listener.chunk_begins(chunk), prepend=True)
+    behind = chunk.register_forward_hook(lambda *_: listener.chunk_ends(chunk))
+
+    def end() -> None:
+        before.remove()
+        behind.remove()
+
+    return end

@@ -85,8 +85,18 @@ class AutoPlan:
         budget = format_bytes(target.budget_gib * GIB)
         output.all_ranks(f"at most {budget} of device memory; the first steps are measured")
 
-    def watch(self, chunk: nn.Module) -> None:
-        self._undo += [self._meter.watch(chunk), self._profiler.watch(chunk)]
+    def add_chunk(self, chunk: nn.Module) -> None:
+        """Add a model chunk; call it for each chunk of this rank, in order."""
+        self._profiler.timer.add_chunk(chunk)
+
+    def chunk_begins(self, chunk: nn.Module) -> None:
+        """Measure the forward of ``chunk``, which begins."""
+        self._meter.chunk_begins()
+        self._profiler.timer.chunk_begins(chunk)
+
+    def chunk_ends(self, chunk: nn.Module) -> None:
+        """Measure the forward of ``chunk``, which has ended."""
+        self._profiler.timer.chunk_ends(chunk)
 
     @property
     def stage(self) -> str:

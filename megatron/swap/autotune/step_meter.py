@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import DRIFT, Step, Workload
@@ -69,11 +68,6 @@ class StepMeter:
         self._reserved_bytes: int | None = None  # until the first step has ended
         self.num_micro_batches = 0
 
-    def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Measure the forwards of a model chunk; call it for each chunk. Return a function that ends that."""
-        # Before all other hooks: memory from between the steps must be released when the step is timed or recorded.
-        return chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove
-
     def expect(self, workload: Workload | None, footprint: Footprint | None) -> None:
         """Call ``exceeded`` when a step saves more than ``workload``, whose layers save ``footprint``; None: never."""
         self._expected_micro_batches = None if workload is None else workload.num_micro_batches
@@ -95,7 +89,11 @@ class StepMeter:
         self._reserved_bytes = self._parts.device.reserved_bytes() or 0
         self._is_between_steps = True
 
-    def _chunk_begins(self, *_: object) -> None:
+    def chunk_begins(self) -> None:
+        """Measure the forward of a model chunk, which begins.
+
+        Call it before the recorder: memory from between the steps must be released when the step is recorded.
+        """
         if not torch.is_grad_enabled():  # an evaluation between two steps, or another pass within one
             return
         if self._is_between_steps:

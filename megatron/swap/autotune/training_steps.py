@@ -71,6 +71,7 @@ class TrainingSteps:
         self.num_forwards = self._last_num_forwards = 0
         self._on_end = on_end
         self._chunks: list[nn.Module] = []
+        self.is_followed = False  # this object sees the ends of steps, or is told
         self._is_told = self._was_stepped = False
 
     @property
@@ -80,6 +81,7 @@ class TrainingSteps:
 
     def follow(self, optimizer: Any, chunks: Iterable[nn.Module]) -> Callable[[], None]:
         """Learn of each step of ``optimizer``; ``None``: of any optimizer of the chunks. Return the end of that."""
+        self.is_followed = True
         if optimizer is None:
             return self.watch_optimizers(chunks)
         if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer):

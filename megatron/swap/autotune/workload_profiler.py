@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from megatron.swap.autotune.consensus import Ranks
 from megatron.swap.autotune.target import PlanTarget, RunParts
@@ -17,6 +14,7 @@ from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
 from megatron.swap.profiling.footprint import Footprint
 from megatron.swap.profiling.link_benchmark import measure_link, slowest_link
 from megatron.swap.profiling.profile_builder import build_profile, trained_layers, with_recorded_times
+from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.recording import Recording
 
 
@@ -50,9 +48,10 @@ class WorkloadProfiler:
         self._untimed: _Untimed | None = None
         self._measured: WeakKeyDictionary[Workload, MeasuredWorkload] = WeakKeyDictionary()
 
-    def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Time the forwards of a model chunk in timed steps. Return a function that ends that."""
-        return self._timer.watch(chunk)
+    @property
+    def timer(self) -> Recorder:
+        """The recorder of times, which notes the forwards of model chunks."""
+        return self._timer
 
     def close(self) -> None:
         self._timer.abandon()

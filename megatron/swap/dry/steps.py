@@ -72,7 +72,9 @@ def dry_profile(
     policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR, LINEAR)), 0)  # keeps all else
     with planned_layers(part, device, policy, autocast_cache, recorder) as planned, ExitStack() as undo:
         for each in (recorder, timer):
-            undo.callback(each.watch(part))
+            each.add_chunk(part)
+            undo.callback(part.register_forward_pre_hook(lambda chunk, _, each=each: each.chunk_begins(chunk)).remove)
+            undo.callback(part.register_forward_hook(lambda chunk, *_, each=each: each.chunk_ends(chunk)).remove)
             undo.callback(each.abandon)
 
         def recorded(by: Recorder) -> Recording:

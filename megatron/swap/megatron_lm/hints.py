@@ -169,6 +169,10 @@ class MegatronHints(ModelHints):
     def unbound(self) -> None:
         self._engine = self._bound = None
 
+    def forget_model(self) -> None:
+        super().forget_model()
+        self._built = None
+
     def pipeline_rank(self) -> int:
         return pipeline_rank()
 

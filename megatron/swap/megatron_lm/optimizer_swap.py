@@ -127,7 +127,6 @@ class OptimizerSwap:
             expected_bytes = self._settings.expected.bytes_of
             self._expected_sizes += [expected_bytes(param) for param in chunk.parameters() if param.requires_grad]
             self._selection.limit(self._sure_bytes() / max(1, sum(self._expected_sizes)))
-        self._hooks.append(chunk.register_forward_pre_hook(self._chunk_begins))
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             for layer in block.layers:
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
@@ -227,7 +226,8 @@ class OptimizerSwap:
 
     # ---------------------------------------------------------------- training
 
-    def _chunk_begins(self, *_: object) -> None:
+    def chunk_begins(self) -> None:
+        """Note that the forward of a chunk begins."""
         # A layer cannot tell: with full recomputation its first forward has no gradients in any pass.
         self._has_backward = torch.is_grad_enabled()
 

@@ -152,6 +152,10 @@ class ModelHints:
     def unbound(self) -> None:
         """Note that the boundaries are removed."""
 
+    def forget_model(self) -> None:
+        """Hold the model no longer: the run is over."""
+        self.chunks, self._layers, self._learned = [], (), None
+
     def pipeline_rank(self) -> int:
         """Return this rank's stage of the pipeline."""
         return 0

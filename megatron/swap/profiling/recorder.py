@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -185,7 +186,7 @@ class Recorder:
         self._take_peak = take_peak
         # Without a GPU the bytes are those of activations alone: there are no gradients among them.
         self._has_gradients = has_memory and device.allocated_bytes() is not None
-        self._num_chunks = 0
+        self._chunks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._chunk = 0
         self._non_layer = NonLayerRecorder(device)
         self._gradients = MadeGradients()
@@ -281,40 +282,34 @@ class Recorder:
 
     # ------------------------------------------------- ranges: layers, chunks, the engine's work
 
-    def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Note the forwards of a model chunk; call it for each chunk, in order. Return a function that ends that."""
-        number, self._num_chunks = self._num_chunks, self._num_chunks + 1
+    def add_chunk(self, chunk: nn.Module) -> None:
+        """Add a model chunk; call it for each chunk of this rank, in order."""
+        self._chunks[chunk] = len(self._chunks)
 
-        def noting(what: What) -> Callable[..., None]:
-            def hook(*_: object) -> None:
-                if not self.is_on:
-                    return
-                is_evaluating = not torch.is_grad_enabled()
-                if is_evaluating != self._is_evaluating:
-                    self._is_evaluating = is_evaluating
-                    if not is_evaluating:
-                        self._take_peak()  # drop the peak of the evaluation
-                    self._note(What.WORK_BEGIN if is_evaluating else What.WORK_END, work=EVALUATION)
-                if not is_evaluating:
-                    if self._has_gradients:
-                        self._gradients.forward_of(chunk)
-                    self._note(what, chunk=number)
-                    self._last_forward = None
-                    self._chunk = number
-                    self._non_layer.forward_ended()
+    def chunk_begins(self, chunk: nn.Module) -> None:
+        """Note the begin of the forward of ``chunk``."""
+        self._note_chunk(What.CHUNK_BEGIN, chunk)
 
-            return hook
+    def chunk_ends(self, chunk: nn.Module) -> None:
+        """Note the end of the forward of ``chunk``."""
+        self._note_chunk(What.CHUNK_END, chunk)
 
-        handles = [
-            chunk.register_forward_pre_hook(noting(What.CHUNK_BEGIN)),
-            chunk.register_forward_hook(noting(What.CHUNK_END)),
-        ]
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
+    def _note_chunk(self, what: What, chunk: nn.Module) -> None:
+        if not self.is_on:
+            return
+        is_evaluating = not torch.is_grad_enabled()
+        if is_evaluating != self._is_evaluating:
+            self._is_evaluating = is_evaluating
+            if not is_evaluating:
+                self._take_peak()  # drop the peak of the evaluation
+            self._note(What.WORK_BEGIN if is_evaluating else What.WORK_END, work=EVALUATION)
+        if not is_evaluating:
+            if self._has_gradients:
+                self._gradients.forward_of(chunk)
+            self._chunk = self._chunks[chunk]
+            self._note(what, chunk=self._chunk)
+            self._last_forward = None
+            self._non_layer.forward_ended()
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
         """Open a range of the engine, with a name that ``Ranges`` gives."""

@@ -104,8 +104,8 @@ class Run(NotCopied):
             if line is not None:
                 self._console.say(line)
         for chunk in chunks:
-            if self.settings.acts or self.run_device.observer is not None:
-                self._undo.append(override_forward(chunk, self._observed(chunk)))
+            if self.settings.attaches or self.run_device.observer is not None:
+                self._undo += self._watched(chunk)
             if self.settings.offload_fraction:
                 if self.optimizer_swap is None:
                     self.optimizer_swap = self.hints.state_store(
@@ -116,10 +116,10 @@ class Run(NotCopied):
         if self.settings.acts:
             parts = self.parts = self.parts or self._build()
             for chunk in chunks:
-                self._undo.append(parts.recorder.watch(chunk))
+                parts.recorder.add_chunk(chunk)
                 parts.layers.add(chunk)
                 if self.auto is not None:
-                    self.auto.watch(chunk)
+                    self.auto.add_chunk(chunk)
             if chunks:
                 self._undo.append(read_checks(parts.engine.saved_tensors.checks, chunks))
         return chunks
@@ -149,13 +149,28 @@ class Run(NotCopied):
             self._attached_optimizer_swap().take_over(optimizer)
             self._reserve_host_memory()
         if chunks:
-            # Before all other hooks: the step that is over must have ended when they see the next one.
-            hook = chunks[0].register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True)
-            self._undo += [hook.remove, self.steps.follow(optimizer, chunks)]
+            self._undo.append(self.steps.follow(optimizer, chunks))
 
-    def _observed(self, chunk: nn.Module) -> Callable[..., Any]:
-        """Return the forward of ``chunk`` in contexts that count and record the tensors saved outside its layers."""
+    def _watched(self, chunk: nn.Module) -> list[Callable[[], None]]:
+        """Learn of each forward of ``chunk``, and run it in contexts. Return what ends that."""
         inner, observer = chunk.forward, self.run_device.observer
+
+        @untransformed
+        def begins(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if self.steps.is_followed and chunk is self.hints.chunks[0]:
+                self._forward_begins(arguments, options)
+            if self.auto is not None:
+                self.auto.chunk_begins(chunk)
+            if self.optimizer_swap is not None:
+                self.optimizer_swap.chunk_begins()
+            if self.parts is not None:
+                self.parts.recorder.chunk_begins(chunk)
+
+        def ends(*_: object) -> None:
+            if self.parts is not None:
+                self.parts.recorder.chunk_ends(chunk)
+            if self.auto is not None:
+                self.auto.chunk_ends(chunk)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
@@ -167,7 +182,9 @@ class Run(NotCopied):
                     stack.enter_context(self.parts.layers.around(chunk))
                 return inner(*args, **kwargs)
 
-        return forward
+        # Before all other hooks: the step that is over must have ended when they see the next one.
+        before = chunk.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+        return [before.remove, chunk.register_forward_hook(ends).remove, override_forward(chunk, forward)]
 
     def _build(self) -> Parts:
         settings, planned, device = self.settings, self.planned, self.run_device.device
@@ -245,8 +262,7 @@ class Run(NotCopied):
 
     # ------------------------------------------------------------------- steps
 
-    @untransformed
-    def _forward_begins(self, chunk: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _forward_begins(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         if in_backward() or is_traced():
             return
         if not torch.is_grad_enabled():
@@ -432,6 +448,7 @@ class Run(NotCopied):
                     )
         if self.steps.number and not has_failed:
             self.finish()
+        self.hints.forget_model()
 
     def finish(self) -> None:
         """Write the plan, where it is asked for, and tell how it compares with the run."""

@@ -114,6 +114,7 @@ class SwapSession(Run):
             DiskError: a write failed, so the state on disk is incomplete. All else is uninstalled and released.
         """
         self.release()
+        self.hints.forget_model()
 
     def num_micro_batches(self) -> int:
         return num_micro_batches()

@@ -26,6 +26,7 @@ from megatron.swap.planner.profile import Link
 from megatron.swap.planner.solve import solve
 from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder
+from tests.engine import watch
 from tests.lazy_device import LazyDevice
 from tests.unit.planner.cases import model, random_profile
 
@@ -102,7 +103,7 @@ class Training:
         self.machine = DecidedMachine()
         self.steps = self.machine.steps
         monkeypatch.setattr(self.auto, "_machine", self.machine)
-        self.auto.watch(self.chunk)
+        watch(self.auto, self.chunk)
 
     def apply_policy(self, window_bytes: int | None) -> None:
         self.num_followed += 1

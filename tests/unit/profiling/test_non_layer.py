@@ -15,7 +15,7 @@ from megatron.swap.common.site_paths import NON_LAYER
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.profiling.observer import Observer
 from megatron.swap.profiling.recording import Recording, What
-from tests.engine import HIDDEN, TOKENS, Engine, stack
+from tests.engine import HIDDEN, TOKENS, Engine, stack, watch
 
 VOCABULARY = 48
 HIDDEN_BYTES, LOGITS_BYTES = 4 * TOKENS * HIDDEN, 4 * TOKENS * VOCABULARY
@@ -57,7 +57,7 @@ def engine_around(chunk: Chunk) -> Iterator[Engine]:
     observer, inner = Observer(), chunk.forward
     with Engine(chunk.layers, observer=observer, recorded=True) as engine:
         assert engine.recorder is not None
-        unwatch, saved = engine.recorder.watch(chunk), engine.saved_tensors
+        unwatch, saved = watch(engine.recorder, chunk), engine.saved_tensors
         names = SiteNames(NON_LAYER, chunk, without=list(chunk.layers))
 
         def forward(*arguments: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from tests.engine import (
     one_forward_one_backward,
     stack,
     train_step,
+    watch,
 )
 from tests.unit.engine.test_recompute_chains import Rotary, telling
 
@@ -339,7 +340,7 @@ class TestOnAndOff:
         with Engine(stack(1), observer=Observer(), recorded=True) as engine:
             assert engine.recorder is not None
             chunks = [nn.Linear(4, 4), nn.Linear(4, 4)]
-            undo = [engine.recorder.watch(chunk) for chunk in chunks]
+            undo = [watch(engine.recorder, chunk) for chunk in chunks]
             engine.recorder.start(1)
             for chunk in chunks:
                 chunk(torch.ones(4))
@@ -360,7 +361,7 @@ class TestOnAndOff:
             assert engine.recorder is not None
             chunks = [nn.Linear(4, 4), nn.Linear(4, 4)]
             for chunk in chunks:
-                engine.recorder.watch(chunk)
+                watch(engine.recorder, chunk)
             engine.recorder.start(1)
             for evaluates in (False, True, True, False):
                 for chunk in chunks:
