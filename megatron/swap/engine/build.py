@@ -17,17 +17,11 @@ from megatron.swap.memory.tiers.base import Tier
 
 @dataclass(frozen=True)
 class Engine:
-    """The parts that boundaries and producers need to wrap a model.
+    """The parts that boundaries and producers need to wrap a model."""
 
-    Attributes:
-        manager: is called at the beginning and end of each layer.
-        saved_tensors: the hooks for what autograd saves.
-        recomputer: receives the records of producers; ``None``: nothing is recomputed.
-    """
-
-    manager: SwapManager
-    saved_tensors: SavedTensors
-    recomputer: Recomputer | None
+    manager: SwapManager  # called at the beginning and end of each layer
+    saved_tensors: SavedTensors  # hooks for the tensors that autograd saves
+    recomputer: Recomputer | None  # receives the records of producers; None if nothing is recomputed
 
 
 def build_engine(
@@ -38,16 +32,7 @@ def build_engine(
     instruments: Instruments | None = None,
     guard: OomGuard | None = None,
 ) -> Engine:
-    """Return an engine that no layer uses yet.
-
-    Args:
-        device: streams, events and memory.
-        tier: holds the offloaded bytes.
-        policy: what is kept, offloaded or recomputed.
-        settings: by default a window of the largest group, without checksums and without recomputation.
-        instruments: by default none.
-        guard: evicts unused storages when an allocation fails; the caller begins and ends it.
-    """
+    """Return an engine that no layer uses yet. The caller begins and ends ``guard``."""
     settings, instruments = settings or EngineSettings(), instruments or Instruments()
     manager = SwapManager(device, tier, policy, settings, instruments, guard)
     checks, recomputer = RunChecks(device), None

@@ -12,12 +12,9 @@ from megatron.swap.common.types import SwapError
 from megatron.swap.devices.plain_tensors import is_plain
 
 _BLOCK_BYTES = 64 << 10
-_NUM_PARTS = 127
-"""Odd, so that equal changes in all parts do not cancel."""
-_ALIGNMENT = 4
-"""Words at which parts begin, so that a GPU reads several at once."""
-_SMALL = 8192
-"""Words of a tensor that is its own fingerprint."""
+_NUM_PARTS = 127  # odd, so that equal changes in all parts do not cancel
+_ALIGNMENT = 4  # words at which parts begin, so that a GPU reads several at once
+_SMALL = 8192  # words of a tensor that is its own fingerprint
 
 
 class VerifyError(SwapError):
@@ -25,10 +22,8 @@ class VerifyError(SwapError):
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Return sums of ``data`` (uint8, 1-D): one int64 for each block of 64 KiB, computed on its own device.
-
-    One sum for each block, so that exchanged or shifted blocks are detected.
-    """
+    """Return one int64 sum for each block of 64 KiB of ``data`` (uint8, 1-D), computed on its own device."""
+    # One sum for each block, so that exchanged or shifted blocks are detected.
     num_whole = data.numel() // _BLOCK_BYTES * _BLOCK_BYTES
     rest = data[num_whole:].sum(dtype=torch.int64).reshape(1)
     if num_whole == 0 or data.storage_offset() % 4:
@@ -41,31 +36,25 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums over all bytes of ``tensor``, which ``is_bytes``: 1-D, int64, on its device. Call it under no_grad.
-
-    The bytes are words in ``_NUM_PARTS`` equal parts, which overlap, and each sum is of the words at one place of all
-    parts. So a word that moves is found, unless it moves by a multiple of the distance between parts. That has no
-    common factor above 4 with the length of a row, so no row of more than 4 KiB moves so, and a shorter one only by
-    certain numbers of rows. The sums take 1 % of the bytes. It reads the tensor once, and copies it only if it is small
-    or if its elements have no order without gaps. It is one kernel: each takes the host 5 us and the device 3, and a
-    layer that runs again has two fingerprints.
-    """
+    """Return sums over all bytes of ``tensor`` (``is_bytes``): 1-D, int64, on its device. Call it under no_grad."""
     words, row = _words(tensor)
     if words.numel() <= _SMALL:
         return words.to(torch.int64, copy=True)
+    # The words lie in overlapping parts. Each sum adds the words at one place of all parts, and all sums take 1 % of
+    # the bytes. A moved word is found unless it moves by a multiple of the distance between parts. This distance and
+    # the row length have no common factor above 4: no row over 4 KiB moves unseen, and a shorter row only by certain
+    # numbers of rows.
     distance = (words.numel() // _NUM_PARTS // _ALIGNMENT - 1 | 1) * _ALIGNMENT  # times an odd number
     while gcd(distance, row) > _ALIGNMENT or words.numel() % distance == 0:  # else a roll by it would move whole parts
         distance -= 2 * _ALIGNMENT
     length = words.numel() - (_NUM_PARTS - 1) * distance
     parts = words.as_strided((_NUM_PARTS, length), (distance, 1), words.storage_offset())
+    # One kernel: 5 us on the host, 3 us on the device. A layer that runs again has two fingerprints.
     return parts.sum(0, dtype=torch.int64)
 
 
 def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the bytes of ``tensor`` as 1-D words: of 8 bytes if they can be, else of one element, or of one byte.
-
-    Also returns how many of these a row has: the elements that are next to each other.
-    """
+    """Return the bytes of ``tensor`` as 1-D words, and the number of words in a row. Copies only tensors with gaps."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
@@ -88,10 +77,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums of the values of a floating-point ``tensor`` along its last dimension, and along all others: fp32.
-
-    They differ a little where values do. Call it under no_grad.
-    """
+    """Return fp32 sums of ``tensor`` along its last and along all other dimensions. Call it under no_grad."""
     if tensor.dim() < 2:
         return tensor.reshape(-1).float()
     by_row = tensor.sum(-1, dtype=torch.float32).reshape(-1)
@@ -106,7 +92,7 @@ def is_bytes(tensor: torch.Tensor) -> bool:
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what ``tensor`` consists of: itself, or the inner tensors of a wrapper; nothing for other kinds."""
+    """Yield ``tensor``, or the inner tensors of a wrapper. Yield nothing for other kinds."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from parts_of(getattr(tensor, name))

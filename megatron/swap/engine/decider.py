@@ -1,7 +1,7 @@
-"""Decides what happens to each storage that autograd saves; nothing else does.
+"""Decides about each storage that autograd saves; nothing else does.
 
-An offload may be cancelled later: `offload` keeps a storage that has external references or was changed, and `reload`
-keeps one that backward needs before its release.
+An offload may be cancelled later. `offload` keeps a storage that has external references or was changed. `reload` keeps
+a storage that backward needs before its release.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from megatron.swap.engine.decision import KEEP, KEEP_SMALL, RECOMPUTE, Decision,
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.release_budget import ReleaseBudget
 
-MAX_REFUSALS = 2
-"""A site whose storage could not be released this many times in a row is kept: its copies would free nothing."""
+MAX_REFUSALS = 2  # Keep a site after this many failed releases in a row: its copies would free nothing.
 
 
 class Recomputability(Protocol):
     """Reports which storages of the running layer can be recomputed."""
 
     def producer_of(self, storage: torch.UntypedStorage) -> str | None:
-        """Return the kind of kernel that produced ``storage``; ``None``: unknown."""
+        """Return the kind of kernel that produced ``storage``, or None if it is unknown."""
         ...
 
     def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None:
-        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count the refusal; ``None``: it can."""
+        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count the refusal. None if it can."""
         ...
 
 
 def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a saved tensor is always kept: a parameter, another device, not plain, or more than its layout tells."""
+    """Whether a saved tensor is always kept: a parameter, on another device, or not described by its layout alone."""
     return (
         type(tensor) is not torch.Tensor
         or tensor.device != device
@@ -46,12 +45,7 @@ def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 class Decider:
-    """Asks the policy, and overrides it where necessary.
-
-    Args:
-        policy: the choice of the user or of a plan.
-        release_budget: its ``window_groups`` is the number of trailing layers that are kept.
-    """
+    """Asks the policy, and overrides its answer where necessary."""
 
     def __init__(self, policy: Policy, release_budget: ReleaseBudget) -> None:
         self._policy = policy
@@ -68,11 +62,8 @@ class Decider:
     ) -> Decision:
         """Return the decision for ``storage``: autograd saves a tensor on it at ``site``.
 
-        Args:
-            position: of the layer that saves it.
-            current: the decision of its handle, if the storage was saved before. It holds, unless this tensor is
-                recomputed.
-            recomputability: ``None``: the storage cannot be recomputed.
+        ``current``, the decision of an earlier save, holds unless this tensor is recomputed. Nothing is recomputed
+        without ``recomputability``.
         """
         if current is not None and recomputability is None:
             return current  # with ``recomputability`` this tensor may be recomputed, though another was offloaded
@@ -128,7 +119,7 @@ class Decider:
         self._num_refusals.clear()
 
     def _reason_to_keep(self, site: Site, num_bytes: int, position: LayerPosition) -> Reason | None:
-        """Return why a storage is kept although the policy offloads it; ``None``: it is offloaded."""
+        """Return why a storage is kept although the policy offloads it, or None if it is offloaded."""
         if num_bytes == 0:
             return Reason.EMPTY
         if position.is_trailing_kept(self._release_budget.window_groups):

@@ -1,7 +1,7 @@
-"""Layers inside a transform of ``torch.func``: their tensors are wrappers, what they save is not.
+"""Layers inside a transform of ``torch.func``: their tensors are wrappers, and their saved tensors are not.
 
-``jvp``, ``vmap`` and ``linearize`` wrap a layer's tensors, and run each operator once more on what is inside. There
-autograd saves, and calls the engine's hooks. Where the engine works between operators it leaves the transforms: inside
+``jvp``, ``vmap`` and ``linearize`` wrap a layer's tensors and run each operator once more on the inner tensors, where
+autograd saves and calls the engine's hooks. The engine leaves the transforms for its own work between operators: inside
 them its own tensors would be wrapped, too.
 """
 
@@ -17,10 +17,8 @@ from torch.autograd import forward_ad
 
 
 def in_transform() -> bool:
-    """Whether this thread is inside a transform, or differentiates forward (``torch.autograd.forward_ad``).
-
-    What is computed there cannot be computed again in backward, when it is over.
-    """
+    """Whether this thread is inside a transform, or differentiates forward (``torch.autograd.forward_ad``)."""
+    # Backward runs after the transform is over, so it cannot compute such results again.
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -38,7 +36,7 @@ def untransformed[**Given, Result](function: Callable[Given, Result]) -> Callabl
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside the wrappers of all transforms: the one that is outside of them in the graph."""
+    """Return the tensor inside the wrappers of all transforms: the graph outside them has this tensor."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor

@@ -31,18 +31,13 @@ from megatron.swap.memory.tiers.base import Slot
 class StorageState(Enum):
     """Place of a storage's bytes."""
 
-    RESIDENT = auto()
-    """The bytes are on the device; nothing has been copied."""
-    OFFLOADING = auto()
-    """The bytes are on the device; the copy to the tier is enqueued."""
-    KEPT = auto()
-    """The bytes stay on the device until the graph frees them: the offload was cancelled."""
+    RESIDENT = auto()  # on the device; nothing has been copied
+    OFFLOADING = auto()  # on the device; the copy to the tier is enqueued
+    KEPT = auto()  # on the device until the graph frees the storage: the offload was cancelled
+    # In the tier; the handle holds no device memory. After the last unpack, unpacked tensors hold it.
     OFFLOADED = auto()
-    """The bytes are in the tier; the handle holds no device memory. After the last unpack, unpacked tensors hold it."""
-    RELOADING = auto()
-    """A device buffer exists and the copy into it is enqueued."""
-    RELOADED = auto()
-    """The bytes are in the device buffer, and the compute stream has waited for the copy."""
+    RELOADING = auto()  # a device buffer exists and the copy into it is enqueued
+    RELOADED = auto()  # in the device buffer; the compute stream has waited for the copy
 
 
 ALLOWED: dict[StorageState, frozenset[StorageState]] = {
@@ -55,8 +50,8 @@ ALLOWED: dict[StorageState, frozenset[StorageState]] = {
 }
 
 
+# Storages whose handle was freed during a copy, each with the copy's event.
 Orphans = deque[tuple[torch.UntypedStorage, Event]]
-"""Storages whose handle was freed during a copy, each with the event of that copy."""
 
 
 class StateError(SwapError):
@@ -65,11 +60,9 @@ class StateError(SwapError):
 
 @dataclass(slots=True)  # frozen, it would take three times as long to make, once or twice for every saved tensor
 class Alias:
-    """An alias of a saved tensor, and the version that the tensor had when autograd saved it.
+    """An alias of a saved tensor, and the version that the tensor had when autograd saved it."""
 
-    The alias shares the saved tensor's version counter, so that later in-place changes are detected.
-    """
-
+    # Shares the saved tensor's version counter, so that later in-place changes are detected.
     tensor: torch.Tensor
     version: int
 
@@ -78,11 +71,9 @@ class Alias:
         return self.tensor._version != self.version
 
     def counts_with(self, tensor: torch.Tensor) -> bool:
-        """Whether an in-place change of ``tensor``, which has the same storage, would be detected here.
-
-        Views and detached tensors count changes together. ``unsafe_chunk``, ``unsafe_split`` and ``.data`` give tensors
-        that count alone.
-        """
+        """Whether an in-place change of ``tensor``, which has the same storage, would be detected here."""
+        # Views and detached tensors share a counter. Results of `unsafe_chunk`, `unsafe_split` and `.data` have their
+        # own.
         version = tensor._version
         if self.tensor._version != version:
             return False
@@ -99,11 +90,7 @@ class Alias:
 
 
 def check_version(tensor: torch.Tensor, version: int, what: str) -> None:
-    """Raise if ``tensor`` was changed in place since ``version``, as autograd does without hooks.
-
-    Raises:
-        RuntimeError: names ``what`` and both versions.
-    """
+    """Raise a ``RuntimeError`` if ``tensor`` was changed in place since ``version``, as autograd does without hooks."""
     if tensor._version != version:
         raise RuntimeError(
             f"{what}: one of the variables needed for gradient computation has been modified by an inplace "
@@ -122,31 +109,12 @@ class Evictor(Protocol):
     """Evicts storages from the device when memory is short: the out-of-memory guard."""
 
     def reacquire(self, handle: Handle) -> StorageState | None:
-        """Protect ``handle`` from eviction. Return its state before it was evicted; ``None``: it was not evicted."""
+        """Protect ``handle`` from eviction. Return its state before its eviction, or None if it was not evicted."""
         ...
 
 
 class Handle:
-    """One storage that autograd saved, with all saved views of it.
-
-    Attributes:
-        site: the site that saved the storage first.
-        group: the group that saved the storage first; for a kept storage, the one that saved it last.
-        decision: the decision when the storage was saved first. It stays when the offload is cancelled (state KEPT).
-        num_bytes: size of the whole storage.
-        storage: the device memory, while this handle holds any.
-        aliases: one for each saved tensor, until release; each is one more reference to ``storage``.
-        stream: the stream that was current when the storage was saved; after a reload, the one that the buffer was
-            allocated on. The block returns to that stream's pool.
-        slot: the bytes in the tier, from the start of the offload until they are freed.
-        out_event, in_event: pass when the copy to the tier, and the copy to the device, have ended.
-        in_fence: fence of the last reload (``fences.py``).
-        num_packed: number of saved tensors on the storage.
-        num_unpacked: how many of them were unpacked since the reload.
-        checksum: checksum of the bytes, with ``--swap-verify``.
-        orphans: receives the storage if the handle is freed during a copy.
-        guard, offer: the guard, and the number of the current offer to it; 0: no offer, so no eviction.
-    """
+    """One storage that autograd saved, with all saved views of it."""
 
     __slots__ = (
         "__weakref__",
@@ -179,32 +147,30 @@ class Handle:
         orphans: Orphans,
         decision: Decision,
     ) -> None:
-        self.orphans = orphans
-        self.slot: Slot | None = None
-        self.decision = decision
-        self.site = site
-        self.group = group
-        self.num_bytes = storage.nbytes()
-        self.storage: torch.UntypedStorage | None = storage
+        self.orphans = orphans  # receives the storage if the handle is freed during a copy
+        self.slot: Slot | None = None  # the bytes in the tier, from the start of the offload until they are freed
+        self.decision = decision  # when the storage was saved first; it stays if the offload is cancelled
+        self.site = site  # saved the storage first
+        self.group = group  # saved the storage first; of a kept storage, saved it last
+        self.num_bytes = storage.nbytes()  # of the whole storage
+        self.storage: torch.UntypedStorage | None = storage  # device memory, if any
+        # The stream that was current at the save; after a reload, the stream of the buffer. The block returns to its
+        # pool.
         self.stream = stream
         self.state = StorageState.RESIDENT
-        self.aliases: list[Alias] = []
+        self.aliases: list[Alias] = []  # one for each saved tensor, until release; each holds a reference to `storage`
         # None until the copy is enqueued. ``Any``: the state shows whether the event exists.
         self.out_event: Event | Any = None
         self.in_event: Event | Any = None
-        self.in_fence = 0
-        self.num_packed = 0
-        self.num_unpacked = 0
-        self.checksum: torch.Tensor | None = None
+        self.in_fence = 0  # of the last reload
+        self.num_packed = 0  # saved tensors on the storage
+        self.num_unpacked = 0  # unpacked since the reload
+        self.checksum: torch.Tensor | None = None  # with --swap-verify
         self.guard: Evictor | None = None
-        self.offer = 0
+        self.offer = 0  # number of the current offer to the guard; 0 if there is none
 
     def move_to(self, state: StorageState) -> None:
-        """Enter ``state``.
-
-        Raises:
-            StateError: names the site, the current state and the states allowed from it.
-        """
+        """Enter ``state``, or raise a ``StateError`` if the current state does not allow it."""
         if state not in ALLOWED[self.state]:
             allowed = ", ".join(sorted(s.name for s in ALLOWED[self.state])) or "none"
             raise StateError(f"{self.site}: cannot go from {self.state.name} to {state.name}; allowed: {allowed}.")
@@ -212,10 +178,8 @@ class Handle:
 
     @property
     def is_kept_by_decision(self) -> bool:
-        """Whether the decision was KEEP: the handle exists only so that the guard can evict the storage.
-
-        This is not the state KEPT, which a cancelled offload ends in.
-        """
+        """Whether the decision was KEEP: the handle exists only so that the guard can evict the storage."""
+        # Not the state KEPT, in which a cancelled offload ends.
         return self.decision.action is Action.KEEP
 
     @property
@@ -238,10 +202,8 @@ class Handle:
 
     @property
     def num_owners(self) -> int:
-        """Number of references to the storage that this handle holds: the storage object and each alias.
-
-        The aliases of a reloaded storage do not count: they belong to the saved storage, to detect changes.
-        """
+        """Number of references to the storage that this handle holds: the storage object and each alias."""
+        # After a reload the aliases belong to the saved storage. They stay to detect changes.
         return 1 if self.state in (StorageState.RELOADING, StorageState.RELOADED) else 1 + len(self.aliases)
 
     def bytes_view(self) -> torch.Tensor:
@@ -250,7 +212,7 @@ class Handle:
         return bytes_of(self.storage)
 
     def pending_event(self) -> Event | None:
-        """Return the event of a copy that may still use ``storage``; ``None`` once the compute stream waits for it."""
+        """Return the event of a copy that may still use ``storage``, or None once the compute stream waits for it."""
         if self.state is StorageState.RELOADING:
             return self.in_event
         return self.out_event if self.state in (StorageState.OFFLOADING, StorageState.KEPT) else None
@@ -273,21 +235,15 @@ class Handle:
 
 
 class ForwardPass:
-    """One forward of one model chunk, whose groups backward goes through without interruption.
-
-    Attributes:
-        kept: each layer's number and the bytes it kept, in the order of forward.
-        counted: the storages among them, by address. One that several layers save counts in the first: it takes memory
-            once, and the first layer's backward, which comes last, frees it.
-        begun_bytes: bytes kept for groups whose backward has begun.
-        over_bytes: bytes kept for groups whose backward has ended: this memory is free.
-    """
+    """One forward of one model chunk, whose groups backward goes through without interruption."""
 
     def __init__(self) -> None:
-        self.kept: list[tuple[int, int]] = []
+        self.kept: list[tuple[int, int]] = []  # (layer, bytes it kept), in the order of forward
+        # Counted storages by address. A storage that several layers save counts in the first: the first layer's
+        # backward comes last and frees it.
         self.counted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.begun_bytes = 0
-        self.over_bytes = 0
+        self.begun_bytes = 0  # kept for groups whose backward has begun
+        self.over_bytes = 0  # kept for groups whose backward has ended: this memory is free
 
     def begin_backward(self, group: Group) -> None:
         """Note that backward enters ``group``: the backward of all earlier groups has ended."""
@@ -296,29 +252,21 @@ class ForwardPass:
 
 
 class Group:
-    """The handles of one layer and micro-batch, in the order in which they were saved.
-
-    The group refers to its handles weakly. A handle lives, and holds its memory, as long as the graph holds a tensor
-    packed on it, or while it awaits release in the ``OffloadQueue``.
-    """
+    """The handles of one layer and micro-batch, in the order in which they were saved."""
 
     def __init__(self, key: GroupKey, position: LayerPosition, sequence: int, forward_pass: ForwardPass) -> None:
         self.key = key
-        self.micro_batch = key.micro_batch
-        """Number of the micro-batch within its step where a profiler numbers them, else as in ``key``."""
+        self.micro_batch = key.micro_batch  # within its step where a profiler numbers them, as in `key` otherwise
         self.position = position
         self.forward_pass = forward_pass
-        self.sequence = sequence
-        """Position in the order of forwards since the graph was last empty."""
-        self.num_bytes = 0
-        """Bytes of storages that were decided to be offloaded, or that were evicted."""
-        self.kept_bytes = 0
-        """Bytes that the layer saved and that are kept on the device."""
-        self.prefetched_bytes = 0
-        """Bytes that were reloaded, or whose offload was cancelled, ahead of this group's backward."""
+        self.sequence = sequence  # position in the order of forwards since the graph was last empty
+        self.num_bytes = 0  # of storages that were decided to be offloaded, or were evicted
+        self.kept_bytes = 0  # saved by the layer and kept on the device
+        self.prefetched_bytes = 0  # reloaded, or offload cancelled, ahead of this group's backward
         self.backward_begun = False
-        self.prefetch_evicted = False
-        """Whether prefetched storages of the group were evicted: the group is not prefetched again."""
+        self.prefetch_evicted = False  # prefetched storages were evicted: do not prefetch the group again
+        # Weak: a handle lives, and holds its memory, as long as the graph holds a tensor packed on it, or while the
+        # `OffloadQueue` holds it for release.
         self._handles: list[weakref.ref[Handle]] = []
 
     @property

@@ -14,8 +14,8 @@ from megatron.swap.engine.handle import Group, alias_of
 from megatron.swap.engine.producer_records import ProducerRecord, version_probe_of
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 
+# Operators in a row. A layer of a transformer has about 20 elementwise operators in a row, fewer with eager attention.
 MAX_DEPTH = 48
-"""A layer of a transformer has some 20 elementwise operators in a row, less than this with eager attention."""
 
 
 class Packing(Protocol):
@@ -40,55 +40,39 @@ class Packing(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Undecided:
-    """A saved storage whose inputs may still be saved: only then is it known whether it can be recomputed.
-
-    ``output`` keeps the storage alive.
-    """
+    """A saved storage whose inputs may still be saved, so that recomputation is not decided yet."""
 
     spec: RecomputeSpec
     record: ProducerRecord
-    output: torch.Tensor
+    output: torch.Tensor  # keeps the storage alive
     packing: Packing
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The sources that an unsaved storage is recomputed from, for recorders.
+    """The sources that an unsaved storage is recomputed from, for recorders."""
 
-    Attributes:
-        spec: recomputes the storage.
-        tensors: saved tensors at the beginning of the chain.
-        between: specs between ``tensors`` and ``spec``.
-    """
-
-    spec: RecomputeSpec
-    tensors: tuple[torch.Tensor, ...]
-    between: tuple[RecomputeSpec, ...]
+    spec: RecomputeSpec  # recomputes the storage
+    tensors: tuple[torch.Tensor, ...]  # saved tensors at the beginning of the chain
+    between: tuple[RecomputeSpec, ...]  # specs between `tensors` and `spec`
 
 
 @dataclass
 class LayerRecording:
-    """Records, saved storages and specs of one forward of a layer.
+    """Records, saved storages and specs of one forward of a layer, by a storage's address."""
 
-    All are keyed by a storage's address. Addresses are reused, so an entry is valid only while its storage lives.
-    ``used``: addresses of storages that specs compute again, or read for that; ``None``: nobody asks.
-    """
-
+    # Addresses are reused: an entry is valid only while its storage lives.
     records: dict[int, ProducerRecord] = field(default_factory=dict)
     saved: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
     specs: dict[int, RecomputeSpec] = field(default_factory=dict)
     undecided: list[Undecided] = field(default_factory=list)
     sources: dict[int, Sources] = field(default_factory=dict)
-    used: set[int] | None = None
+    used: set[int] | None = None  # addresses that specs compute or read; None if nobody asks
 
     def add_record(
         self, producer: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor], output: torch.Tensor
     ) -> None:
-        """Record that ``producer`` computed the whole storage of ``output`` as ``function(*inputs)``.
-
-        Nothing is recorded at the end of a chain of ``MAX_DEPTH``. Records hold their inputs, and specs are recomputed
-        one within the other.
-        """
+        """Record that ``producer`` computed the whole storage of ``output`` as ``function(*inputs)``."""
         storage = output.untyped_storage()
         address = storage._cdata
         depth = 1
@@ -97,6 +81,8 @@ class LayerRecording:
             known = self.records.get(of_input) or self.specs.get(of_input)
             if known is not None and known.depth >= depth:
                 depth = known.depth + 1
+        # Records hold their inputs, and a spec recomputes its inputs inside its own recomputation: end a long chain
+        # here.
         if depth > MAX_DEPTH:
             return
 
@@ -131,7 +117,7 @@ class LayerRecording:
             self.used.update(alias.tensor.untyped_storage()._cdata for alias in record.inputs)
 
     def spec(self, address: int) -> RecomputeSpec | None:
-        """Return the spec of the living storage at ``address``; ``None``: it has none."""
+        """Return the spec of the living storage at ``address``, or None."""
         spec = self.specs.get(address)
         return spec if spec is not None and spec.output() is not None else None
 

@@ -1,12 +1,12 @@
 """The state that a layer may read beside its arguments, compared and put back when the layer runs again.
 
-A layer reads the dictionaries of its modules (attributes, parameters, buffers, submodules, hooks), the attributes of
-its classes, and what these hold, to a bounded depth. Numbers and strings count by value, tensors by identity and
-version, arrays and generators by contents, all else by identity. Globals, closures, iterators and changes that no
-version counts are not seen: checksums find those (``recomputed_run.py``).
+A layer reads the dictionaries of its modules, the attributes of its classes, and their contents to a bounded depth.
+Numbers and strings count by value, tensors by identity and version, arrays and generators by contents, other objects by
+identity. Globals, closures, iterators and changes without a version are not seen here: checksums find them
+(``recomputed_run.py``).
 
-The contents of dictionaries, lists, sets, queues and slots are put back while the layer runs again. What a tensor, an
-array or a generator holds cannot be.
+Contents of dictionaries, lists, sets, queues and slots are put back for the second run. Contents of tensors, arrays and
+generators cannot be put back.
 """
 
 from __future__ import annotations
@@ -26,37 +26,33 @@ import numpy as np
 import torch
 from torch import nn
 
-MAX_DEPTH = 4
-"""Containers and objects inside each other, from an attribute of a module on."""
-MAX_ITEMS = 1024
-"""A longer container is compared by its length alone."""
-MAX_READ = 20_000
-"""Entries and items that are read of a layer, at most 1 ms in each run. What comes behind them is left out."""
-MAX_BYTES = 1 << 20
-"""Bytes of arrays that are read of a layer. What comes behind them is left out."""
+MAX_DEPTH = 4  # containers and objects inside each other, from an attribute of a module on
+MAX_ITEMS = 1024  # a longer container is compared by its length alone
+MAX_READ = 20_000  # Entries and items read of a layer: at most 1 ms in each run. The rest is left out.
+MAX_BYTES = 1 << 20  # bytes of arrays read of a layer; the rest is left out
 
+# Types whose objects never change: two equal objects are the same.
 ATOMS = frozenset(
     {
         NoneType, bool, int, float, complex, str, bytes, range, slice, type(...), type, FunctionType, MethodType,
         BuiltinFunctionType, ModuleType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
     }
 )  # fmt: skip
-"""Types whose objects never change. Two of them that are equal are the same."""
+# Packages whose objects are not looked into, except modules.
 LIBRARIES = frozenset(
     {"torch", "numpy", "builtins", "functools", "weakref", "threading", "logging", "megatron", "transformer_engine"}
 )
-"""Packages whose objects are not looked into, unless they are modules."""
 
+# Returns the attributes of a module that count, or None for all. The layer's checkpoint handles the others.
 Attributes = Callable[[nn.Module], Collection[str] | None]
-"""Returns the attributes of a module that count; ``None``: all. The layer's checkpoint handles others."""
 
 
 class Change(NamedTuple):
-    """A difference, named by ``where``. ``old``: the contents of ``owner`` then; ``None``: they cannot be put back."""
+    """A difference."""
 
-    where: str
+    where: str  # its name
     owner: Any
-    old: Any
+    old: Any  # contents of `owner` before; None if they cannot be put back
 
 
 class _Entries(NamedTuple):
@@ -93,16 +89,11 @@ class _Raw(NamedTuple):
 
 @dataclass
 class _Structure:
-    """Everything that is read, with the contents of dictionaries and sequences.
-
-    Attributes:
-        empties: containers that were empty, of which a layer has a hundred; with their paths.
-        versioned, unversioned: tensors, with their paths.
-    """
+    """Everything that is read, with the contents of dictionaries and sequences."""
 
     entries: list[_Entries] = field(default_factory=list)
     items: list[_Items] = field(default_factory=list)
-    empties: list[Collection[Any]] = field(default_factory=list)
+    empties: list[Collection[Any]] = field(default_factory=list)  # containers that were empty: a hundred in a layer
     empty_paths: list[str] = field(default_factory=list)
     versioned: list[torch.Tensor] = field(default_factory=list)
     version_paths: list[str] = field(default_factory=list)
@@ -110,28 +101,21 @@ class _Structure:
     raw: list[_Raw] = field(default_factory=list)
 
     def is_current(self) -> bool:
-        """Whether all dictionaries and sequences have the contents that they had: tens of us for a layer."""
+        """Whether all dictionaries and sequences have their earlier contents. Takes tens of us for a layer."""
         if any(map(len, self.empties)):
             return False
         return all(one.is_current() for one in self.entries) and all(one.is_current() for one in self.items)
 
 
 class LayerState:
-    """The state that a layer reads, as it was when a run of the layer began.
-
-    Args:
-        structures: what it is.
-        on_change: called when it is found to be something else now.
-
-    Attributes:
-        has_uncounted: it reads tensors whose changes nobody counts (inference tensors).
-    """
+    """The state that a layer reads, at the beginning of a run. ``on_change`` is called if it differs later."""
 
     def __init__(self, structures: Iterable[_Structure], on_change: Callable[[], None]) -> None:
         self._structures = tuple(structures)
         self._on_change = on_change
         self._versions = [[tensor._version for tensor in one.versioned] for one in self._structures]
         self._raw = [[raw.read(raw.owner) for raw in one.raw] for one in self._structures]
+        # Inference tensors: nothing counts their changes.
         self.has_uncounted = any(one.unversioned for one in self._structures)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -144,7 +128,7 @@ class LayerState:
         return all(change.old is not None for change in self.changes())
 
     def changes(self) -> list[Change]:
-        """Return what is different now."""
+        """Return the differences between then and now."""
         found: list[Change] = []
         for one, versions, raw in zip(self._structures, self._versions, self._raw, strict=True):
             if not one.is_current():
@@ -161,12 +145,7 @@ class LayerState:
 
 
 class StateReader:
-    """Reads the state of one layer. As long as nothing is replaced, only versions and contents are read again.
-
-    Args:
-        module: the layer.
-        attributes: those of its modules that count.
-    """
+    """Reads the state of one layer. Reads only versions and contents again until an object is replaced."""
 
     def __init__(self, module: nn.Module, attributes: Attributes = lambda _: None) -> None:
         self._module = module
@@ -174,11 +153,7 @@ class StateReader:
         self._structure: _Structure | None = None
 
     def read(self, arguments: Iterable[Any] = ()) -> LayerState:
-        """Return the present state.
-
-        Args:
-            arguments: of the run that begins; tensors among them, and objects, count as attributes do.
-        """
+        """Return the present state. Tensors and objects among the run's ``arguments`` count as attributes do."""
         structure = self._structure
         if structure is None or not structure.is_current():
             structure = self._structure = self._renewed(structure) or self._walk()
@@ -200,7 +175,7 @@ class StateReader:
         return walk.structure
 
     def _renewed(self, structure: _Structure | None) -> _Structure | None:
-        """Return the structure if only numbers and such were replaced, as a counter is; ``None``: walk again."""
+        """Return the structure if only atoms were replaced, such as a counter. None if a new walk is needed."""
         if structure is None or any(map(len, structure.empties)) or not all(i.is_current() for i in structure.items):
             return None
         entries = list(structure.entries)
@@ -217,7 +192,7 @@ class StateReader:
 
 
 class _Walk:
-    """Finds what a layer reads. Modules outside the layer are not looked into."""
+    """Finds the state that a layer reads. Does not look into modules outside the layer."""
 
     def __init__(self) -> None:
         self.structure = _Structure()
@@ -331,7 +306,7 @@ class _Slots(Mapping[Any, Any]):
         return getattr(self.of, key)
 
     def replace(self, values: Mapping[str, Any]) -> None:
-        """Give the slots these values. What has none is unset."""
+        """Give the slots these values. Slots without a value are unset."""
         for name in tuple(self):
             if name not in values:
                 object.__delattr__(self.of, name)
@@ -392,7 +367,7 @@ def _contents_of(owner: Any) -> Any:
 
 
 def _set_contents(owner: Any, contents: Any) -> None:
-    """Replace the contents of ``owner``, by the methods of its base: those of a ``Counter`` add, others may raise."""
+    """Replace the contents of ``owner`` by its base's methods: a ``Counter``'s own methods add, others may raise."""
     if isinstance(owner, _Slots):
         owner.replace(contents)
     elif isinstance(owner, dict):  # in their order: that of hooks counts
@@ -433,7 +408,7 @@ def _are_atoms(one: Any, other: Any) -> bool:
 
 
 def _reader_of(value: Any) -> Callable[[Any], Any] | None:
-    """Return a function that reads what may change in ``value``; ``None``: it has nothing of the kind."""
+    """Return a function that reads the contents of ``value`` that may change, or None if it has none."""
     if isinstance(value, (np.ndarray, array.array, bytearray, memoryview)):
         return _bytes_of
     if isinstance(value, torch.Generator):

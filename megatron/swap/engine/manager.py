@@ -1,11 +1,9 @@
 """The activation engine's sequence of work at the beginning and end of each layer's forward and backward.
 
-``offload.py`` copies storages to the tier and releases their memory, ``reload.py`` copies them back ahead of backward,
-``evict.py`` accounts for the out-of-memory guard's evictions. Copies run on two streams and are ordered by events; each
-module documents its waits.
+Copies run on two streams and are ordered by events. ``offload.py`` and ``reload.py`` document their waits.
 
 A manager serves one training thread. Autograd's device threads call it too, but only while that thread waits in
-``backward``. Finalizers run on any thread; see ``Handle.__del__`` for what they may touch.
+``backward``. Finalizers run on any thread: ``Handle.__del__`` says which objects they may touch.
 """
 
 from __future__ import annotations
@@ -32,20 +30,7 @@ from megatron.swap.memory.tiers.base import Tier
 
 
 class SwapManager:
-    """Offloads and reloads storages.
-
-    Args:
-        device: streams, events and memory.
-        tier: holds the offloaded bytes.
-        policy: what is kept, offloaded or recomputed.
-        settings, instruments: see ``EngineSettings`` and ``Instruments``.
-        guard: evicts unused storages when an allocation fails; ``None``: nothing is evicted.
-
-    Attributes:
-        decider: asks the policy.
-        offload, reload: copy saved storages out of, and back into, device memory.
-        guard: as given, or one that never begins.
-    """
+    """Offloads and reloads storages. Nothing is evicted without ``guard``."""
 
     def __init__(
         self,
@@ -118,20 +103,17 @@ class SwapManager:
             end_delay()
 
     def apply_policy(self, window_bytes: int | None) -> None:
-        """Forget the sizes and refusals that were learned: the policy changes from the next forward on.
+        """Forget the learned sizes and refusals: the policy changes from the next forward on.
 
         Call this between steps: no group may be in flight.
-
-        Args:
-            window_bytes: as in ``EngineSettings``.
         """
         self.release_budget.apply_policy(window_bytes)
         self.decider.apply_policy()
 
     def drain(self) -> None:
-        """Wait for every copy, then forget what was in flight, when training has ended or failed.
+        """Wait for every copy, then forget the copies in flight, when training has ended or failed.
 
-        A graph that still exists keeps its storages on the device; it cannot reload offloaded ones.
+        A graph that still exists keeps its resident storages; it cannot reload offloaded ones.
         """
         end_delay()
         self.reload.close()

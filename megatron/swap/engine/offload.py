@@ -1,10 +1,8 @@
 """Offload: the copy of a saved storage to the tier, until its device memory is released.
 
-The D2H stream waits for the compute stream, copies, records. The compute stream goes on; it waits for that event only
-when the memory is released, a bounded number of bytes later. So whatever reuses the block is ordered behind the copy.
-There is no ``record_stream``, and nothing depends on how far the host is ahead.
-
-Slots are reused in the tier: the D2H stream waits for the read that the slot's fence names.
+The D2H stream waits for the compute stream, copies, and records an event. The compute stream waits for this event only
+at the release, a bounded number of bytes later, so that each reuse of the block is ordered behind the copy. No
+``record_stream`` is needed, and nothing depends on how far the host is ahead.
 """
 
 from __future__ import annotations
@@ -23,13 +21,14 @@ from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.handle import Group, Handle, StorageState, alias_of
 from megatron.swap.engine.shared_state import SharedState, num_bytes_of
 
+# Copies start once this much is pending: copies from 16 MiB run at 99 % of a PCIe 5 link's speed.
 COMMIT_BYTES = 16 * MIB
-"""Copies start once this much is pending: from 16 MiB on a PCIe 5 link runs at 99 % of its speed."""
 
 
 class Running(NamedTuple):
-    """The layer whose forward began last. It does not hold the group, which must be freed with its graph."""
+    """The layer whose forward began last."""
 
+    # Does not hold the group, which must be freed with its graph.
     layer: int
     position: LayerPosition
     sequence: int
@@ -38,15 +37,7 @@ class Running(NamedTuple):
 class Offloader:
     """Copies storages to the tier and releases their device memory.
 
-    Args:
-        state: the state shared with reload and eviction.
-        evictions: the accounting of the guard's evictions.
-        decider: is notified of storages that were released or kept.
-        verify: compute a checksum of every storage.
-        on_full: called when the tier has no room for a storage, which is kept then; ``None``: that is an error.
-
-    Attributes:
-        stream: the D2H copy stream.
+    A storage that the full tier refuses is kept, and ``on_full`` is called. Without ``on_full`` this is an error.
     """
 
     def __init__(
@@ -57,7 +48,7 @@ class Offloader:
         verify: bool,
         on_full: Callable[[SwapError], None] | None,
     ) -> None:
-        self.stream = state.device.copy_stream("out")
+        self.stream = state.device.copy_stream("out")  # D2H copies
         self._state = state
         self._device = state.device
         self._counters = state.counters
@@ -84,10 +75,7 @@ class Offloader:
         return handle
 
     def new_handle(self, storage: torch.UntypedStorage, site: Site, group: Group, decision: Decision) -> Handle | None:
-        """Return a new handle for a saved ``storage`` that was decided to be kept or offloaded.
-
-        Return ``None`` for a kept storage that the out-of-memory guard may not evict: it needs no handle.
-        """
+        """Return a new handle for a saved ``storage``, or None for a kept storage that the guard may not evict."""
         is_kept = decision.action is Action.KEEP
         if is_kept:
             self.account_kept(storage, group)
@@ -101,10 +89,7 @@ class Offloader:
         return handle
 
     def join(self, tensor: torch.Tensor, handle: Handle, group: Group) -> int:
-        """Note that ``group`` saves ``tensor``, on the storage of ``handle``. Return the tensor's index on the handle.
-
-        Once ``COMMIT_BYTES`` are pending, enqueue their copies, and release older storages as the budget requires.
-        """
+        """Note that ``group`` saves ``tensor`` on the storage of ``handle``. Return its index on the handle."""
         if handle.is_kept_by_decision:
             self.account_kept(tensor.untyped_storage(), group)
             handle.group = group  # backward reaches the last group first
@@ -119,6 +104,7 @@ class Offloader:
         index = handle.num_packed
         handle.num_packed += 1
         handle.aliases.append(alias_of(tensor))
+        # Waiting for a wide layer's end would leave the link idle.
         if self._pending_bytes >= COMMIT_BYTES:
             self._commit()
             self.release()
@@ -159,6 +145,7 @@ class Offloader:
             return
         state, device = self._state, self._device
         with state.ranges.group("swap_out", going[0].group, num_bytes_of(going)):
+            # The copies wait for the kernels that computed the storages, on each stream that saved some.
             for stream in dict.fromkeys(handle.stream for handle in going):
                 device.wait(self.stream, device.record(stream))
             for handle in going:
@@ -174,7 +161,8 @@ class Offloader:
                 self._counters.layers[handle.site.layer].out_bytes += handle.num_bytes
 
     def _note_checksum(self, handle: Handle) -> None:
-        """Compute the checksum of a storage that is not copied yet. Its parts may be written one after the other."""
+        """Compute the checksum of a storage that is not copied yet."""
+        # Right before the copy, not at the save: parts of a storage may be written one after the other.
         if handle.checksum is None and handle.storage is not None:
             compute = self._device.current_stream()
             if handle.stream != compute:
@@ -196,6 +184,7 @@ class Offloader:
             self._on_full(error)
             self._keep(handle, Reason.TIER_FULL)
             return False
+        # A reused slot: the D2H stream waits for the last read of it, which may still be in flight.
         read = self._state.fences.event_of(handle.slot.fence)
         if read is not None:
             self._device.wait(self.stream, read)
@@ -230,6 +219,7 @@ class Offloader:
     def _drop(self, handle: Handle) -> None:
         """Release a copied storage: its block may be reused once compute has waited for the copy."""
         compute = self._device.current_stream()
+        # The compute stream waits for the copy, so that later kernels may reuse the block.
         self._counters.add_stall(self._device.timed_wait(compute, handle.out_event))
         # The block returns to the stream that it was allocated on, which need not be this one: a layer may save a
         # tensor of its main stream on a side stream (shared experts).

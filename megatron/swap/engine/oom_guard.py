@@ -1,7 +1,7 @@
 """Eviction of saved tensors when a device allocation fails: a slower step instead of an out-of-memory error.
 
 The native part (``native/guard.h``) evicts on the thread whose allocation failed, without Python. This module offers
-storages to it, and reacquires each before its use, which shows whether it was evicted in the meantime.
+storages to it. Each storage is reacquired before its use, which shows whether it was evicted since.
 """
 
 from __future__ import annotations
@@ -20,34 +20,23 @@ from megatron.swap.engine.handle import Handle, StorageState
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.native.guarding import GuardCore, NativeRescue, Piece
 
-GUARD_HOST_FRACTION = 0.25
-"""Fraction of host memory reserved for a guard that is on for the whole run."""
+GUARD_HOST_FRACTION = 0.25  # of host memory: reserved for a guard that is on for the whole run
 
-MAX_NAMED_GROUPS = 4
-"""Number of groups that the log line of a rescue names."""
+MAX_NAMED_GROUPS = 4  # in the log line of a rescue
 
 _MICRO_BATCHES = 1 << 32
 
 
 @dataclass(frozen=True)
 class Rescue:
-    """The evictions for one allocation that had failed.
+    """The evictions for one allocation that had failed."""
 
-    Attributes:
-        wanted_bytes: size of the allocation.
-        freed_bytes: bytes evicted from the device.
-        copied_bytes: those of ``freed_bytes`` that had to be copied to the host first.
-        held_bytes: bytes on the host, copied for this rescue or earlier ones and not yet reloaded.
-        ms: duration.
-        groups: layer and micro-batch of each evicted group.
-    """
-
-    wanted_bytes: int
-    freed_bytes: int
-    copied_bytes: int
-    held_bytes: int
+    wanted_bytes: int  # of the allocation
+    freed_bytes: int  # evicted from the device
+    copied_bytes: int  # the part of `freed_bytes` that had to be copied to the host first
+    held_bytes: int  # on the host, copied for this or earlier rescues and not yet reloaded
     ms: float
-    groups: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, int], ...]  # (layer, micro-batch) of each evicted group
 
     @property
     def short_bytes(self) -> int:
@@ -88,18 +77,10 @@ class RescuedBytes:
 
 
 class OomGuard:
-    """Offers storages of handles to the native core, which evicts them when an allocation fails; reacquires them.
+    """Offers storages to the native core, which evicts them when an allocation fails. Does nothing until ``begin``.
 
-    Until ``begin`` it does nothing.
-
-    Args:
-        device: the device that holds the storages.
-        pool: the guard also uses host memory within this pool's limit that the pool has not reserved.
-        min_bytes: kept storages smaller than this are not offered.
-        own_host_bytes: bytes reserved in the budget of ``pool`` for the guard alone.
-
-    Attributes:
-        is_on: whether failed allocations are rescued.
+    Kept storages below ``min_bytes`` are not offered. ``own_host_bytes`` are reserved in the budget of ``pool``; the
+    guard also uses host memory within the pool's limit that the pool has not reserved.
     """
 
     def __init__(
@@ -123,8 +104,7 @@ class OomGuard:
     def begin(self) -> None:
         """Start rescuing failed allocations.
 
-        Raises:
-            UsageError: the native part is missing, or this process already has a guard.
+        Raises a ``UsageError`` if the native part is missing, or if this process already has a guard.
         """
         if self._core is None:
             self._core = self._device.make_guard()
@@ -147,11 +127,8 @@ class OomGuard:
     def offer(self, handle: Handle, next_use: int, event: Event, *, is_copied: bool) -> None:
         """Allow eviction of the storage of ``handle`` until ``reacquire``. Do nothing while the guard is off.
 
-        Args:
-            next_use: higher means later; the storage with the latest use is evicted first.
-            event: passes before the memory may be taken.
-            is_copied: the handle's slot has the bytes once ``event`` has passed. Otherwise the eviction copies them to
-                the host first.
+        The storage with the highest ``next_use`` is evicted first. ``event`` passes before the memory may be taken. If
+        ``is_copied``, the handle's slot has the bytes from then on; otherwise the eviction copies them to the host.
         """
         if not self.is_on or self._core is None:
             return
@@ -165,15 +142,13 @@ class OomGuard:
         )  # fmt: skip
 
     def offer_all(self, handles: Sequence[Handle], next_use: int) -> None:
-        """Offer a layer's saved storages at the end of its forward: their next use is in the layer's backward.
-
-        Storages with external references are not evicted. Storages of another stream are not offered.
-        """
+        """Offer a layer's saved storages at the end of its forward: their next use is in the layer's backward."""
         if not self.is_on or not handles:
             return
         compute = self._device.current_stream()
         ready = self._device.record(compute)
         for handle in handles:
+            # The core leaves storages with external references where they are.
             if handle.offer or handle.stream != compute:
                 continue  # no event shows when another stream has finished with it
             if handle.state is StorageState.OFFLOADING:
@@ -182,11 +157,7 @@ class OomGuard:
                 self.offer(handle, next_use, ready, is_copied=False)
 
     def reacquire(self, handle: Handle) -> StorageState | None:
-        """End the offer of ``handle``, so that its storage is not evicted from now on.
-
-        Returns:
-            The state it had before it was evicted (it is OFFLOADED now); ``None`` if it was not evicted.
-        """
+        """Protect the storage of ``handle`` from eviction. Return its state before its eviction, or None."""
         key, handle.offer = handle.offer, 0
         if not key or self._core is None:
             return None
@@ -215,8 +186,7 @@ class OomGuard:
     def tidy(self, has_passed: Callable[[int], bool]) -> None:
         """Release unused host memory, pin newly mapped memory, and update the core's limit. Call it between layers.
 
-        Args:
-            has_passed: whether a fence (the number given to ``Slot.free``) has passed.
+        ``has_passed`` tells whether a fence (the number given to ``Slot.free``) has passed.
         """
         if self._core is None or self._pool is None:
             return
@@ -230,7 +200,7 @@ class OomGuard:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what was evicted, in bytes, whether in use or not."""
+        """Host memory of evicted storages, in bytes, in use or not."""
         return 0 if self._core is None else self._core.mapped_bytes()
 
     def take_rescues(self) -> list[Rescue]:
@@ -251,12 +221,10 @@ class OomGuard:
         self._rescued_bytes += sum(one.freed_bytes for one in found)
 
     def _max_host_bytes(self) -> int:
-        """Return the host bytes that the core may map: the guard's reservation, and what the pool has not reserved.
-
-        Memory mapped beyond ``own_host_bytes`` is reserved first, so that the pool does not use it.
-        """
+        """Return the host bytes that the core may map: the guard's reservation, and the pool's unreserved rest."""
         if self._pool is None or self._memory is None:
             return 0
+        # Reserve memory mapped beyond `own_host_bytes` first, so that the pool does not use it.
         self._memory.resize(max(self._own_host_bytes, self._mapped_bytes))
         return self._memory.num_bytes + max(0, self._pool.limit_bytes - self._pool.stats.reserved_bytes)
 

@@ -1,13 +1,12 @@
 """The order in which backward will need the groups.
 
-Without pipelining it is the reverse of forward. Under 1F1B and interleaved schedules it depends on the schedule, but is
-the same in every step, so the last step's order is expected again. In the first step, the reverse order within a
-micro-batch is assumed. A wrong guess costs time, never correctness: a group that was not prefetched is reloaded on
-demand.
+Without pipelining it is the reverse of forward. Under 1F1B and interleaved schedules each step has the same order, so
+the last step's order is expected again. The first step assumes the reverse order within a micro-batch. A wrong guess
+costs time, never correctness: a group that was not prefetched is reloaded on demand.
 
 An *episode* runs from an empty graph to the next empty graph: one micro-batch without pipelining, one step with it. It
-never ends in a loop that always has a graph outstanding (the loss of one step is kept until the next step's forward has
-run, say). So a limit bounds what is observed: the order of a longer episode is not learned.
+never ends in a loop that always has a graph outstanding (one that keeps a step's loss during the next forward, say), so
+the order of a longer episode than ``MAX_OBSERVED`` is not learned.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from itertools import islice
 from megatron.swap.common.types import GroupKey, LayerPosition
 from megatron.swap.engine.handle import ForwardPass, Group
 
-MANY = 1 << 24
-"""More than the number of groups in any episode that is learned."""
-MAX_OBSERVED = 1 << 16
-"""The number of groups up to which an episode is learned."""
+MANY = 1 << 24  # more than the groups of any episode that is learned
+MAX_OBSERVED = 1 << 16  # groups up to which an episode is learned
 
 
 class BackwardOrder:
@@ -98,7 +95,7 @@ class BackwardOrder:
 
     @property
     def current(self) -> Group | None:
-        """The group that backward is in; ``None`` before the first backward of an episode."""
+        """The group that backward is in, or None before the first backward of an episode."""
         return self._last
 
     def prefetched_bytes(self) -> int:

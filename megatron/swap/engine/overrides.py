@@ -24,12 +24,12 @@ def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable
 def override_method(module: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:
     """Replace the method ``name`` of ``module`` by ``function``. Return a function that restores the previous one.
 
-    The previous one is the class's, or one that another library has set on the instance. A wrapper that somebody puts
-    around ours stays.
+    The previous method is the class's, or a method that another library has set on the instance.
     """
     own, override = vars(module).get(name), _Override(function, getattr(module, name))
     setattr(module, name, override)
 
+    # A wrapper that other code has put around ours since stays.
     def restore() -> None:
         override.is_on = False
         if vars(module).get(name) is not override:
@@ -56,7 +56,7 @@ class NotCopied:
 
 
 def has_boundary(module: nn.Module) -> bool:
-    """Whether a layer's boundary replaces the forward of ``module``, under whatever replaces it since."""
+    """Whether a layer's boundary replaces the forward of ``module``, under later replacements too."""
     override = vars(module).get("forward")
     while isinstance(override, _Override):
         if override.is_on and isinstance(getattr(override.function, "__self__", None), BoundsLayer):
@@ -66,11 +66,11 @@ def has_boundary(module: nn.Module) -> bool:
 
 
 class BoundsLayer(NotCopied):
-    """Base of the boundary of a layer, for those who ask whether there is one."""
+    """Base of the boundary of a layer, so that other rooms can ask whether a module has one."""
 
 
 class _Override:
-    """Calls ``function``, or ``inner`` once it is off. It is no function: a copy would swap with the original."""
+    """Calls ``function``, or ``inner`` once it is off. A function in its place would be copied with the model."""
 
     def __init__(self, function: Callable[..., Any], inner: Callable[..., Any]) -> None:
         self.function = function

@@ -12,13 +12,9 @@ from megatron.swap.common.types import MIB, Action, Site
 
 
 class Policy(ABC):
-    """Chooses the action for every tensor that autograd saves in a layer. It is called often and must be cheap.
+    """Chooses the action for every tensor that autograd saves in a layer. It is called often and must be cheap."""
 
-    Attributes:
-        min_bytes: smaller storages are kept, whatever the site.
-    """
-
-    min_bytes: int = 0
+    min_bytes: int = 0  # smaller storages are kept, whatever the site
 
     @abstractmethod
     def swaps_layer(self, layer: int) -> bool:
@@ -39,26 +35,22 @@ class Policy(ABC):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the next forward gets the answers of earlier forwards, as far as the same is asked."""
+        """Whether the next forward gets the answers of earlier forwards to equal questions."""
         return True
 
     @abstractmethod
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
         """Return the action for the storage of ``num_bytes`` that was saved at ``site``.
 
-        Args:
-            producer: the kind of kernel that can recompute the storage (``PRODUCERS``); ``None``: unknown. It matters
-                only for RECOMPUTE; between KEEP and SWAP the site decides.
+        ``producer``, the kind of kernel that can recompute the storage (``PRODUCERS``), matters only for RECOMPUTE.
+        Between KEEP and SWAP the site decides.
         """
 
     def action_without_recompute(self, site: Site, num_bytes: int) -> Action:
-        """Return KEEP or SWAP, for a storage of ``num_bytes`` that was saved at ``site`` and cannot be recomputed.
-
-        A storage of a site that the policy recomputes is offloaded instead, so that device memory stays as low as
-        requested. In a layer that swaps nothing it is kept.
-        """
+        """Return KEEP or SWAP for a storage of ``num_bytes`` that was saved at ``site`` and cannot be recomputed."""
         action = self.action(site, num_bytes)
         if action is Action.RECOMPUTE:
+            # Offload, so that device memory stays as low as requested. A layer that swaps nothing keeps the storage.
             return Action.SWAP if self.swaps_layer(site.layer) else Action.KEEP
         return action
 
@@ -66,11 +58,8 @@ class Policy(ABC):
 class ManualPolicy(Policy):
     """The policy of the command line's flags.
 
-    Args:
-        layers: layers to swap, 0-based over the whole model.
-        modules: patterns of submodules (``matches``); empty: all.
-        min_bytes: smaller storages are kept.
-        recompute: producers whose outputs are recomputed, in all layers.
+    ``layers`` (0-based over the whole model) swap the submodules that ``modules`` name, or all if it is empty. All
+    layers recompute the outputs of the producers in ``recompute``.
     """
 
     def __init__(

@@ -14,33 +14,23 @@ import torch
 from megatron.swap.devices.base import bytes_of
 from megatron.swap.engine.handle import Alias, alias_of
 
-Function = Callable[..., torch.Tensor]
-"""A function of tensors only; its other arguments are bound."""
+Function = Callable[..., torch.Tensor]  # of tensors only: other arguments are bound
 
 
 @dataclass(slots=True, eq=False)  # frozen, it would take three times as long to make
 class ProducerRecord:
-    """One output of a producer. It holds the inputs until the output is saved or freed, or the layer ends.
+    """One output of a producer. It holds the inputs until the output is saved or freed, or the layer ends."""
 
-    Attributes:
-        producer: the kind of kernel, one of ``PRODUCERS``.
-        function, inputs: compute the output.
-        output: the output's storage, of ``num_bytes``.
-        shape, stride, dtype: the output's layout in its storage.
-        version_probe: detects in-place changes of the output.
-        depth: longest chain of records and specs from saved tensors to the output.
-    """
-
-    producer: str
-    function: Function
+    producer: str  # kind of kernel, one of PRODUCERS
+    function: Function  # computes the output from `inputs`
     inputs: tuple[Alias, ...]
     output: weakref.ref[torch.UntypedStorage]
-    num_bytes: int
-    shape: torch.Size
+    num_bytes: int  # of the whole storage
+    shape: torch.Size  # of the output in its storage, as are stride and dtype
     stride: tuple[int, ...]
     dtype: torch.dtype
-    version_probe: Alias
-    depth: int = 1
+    version_probe: Alias  # detects in-place changes of the output
+    depth: int = 1  # longest chain of records and specs from saved tensors to the output
 
     @property
     def address(self) -> int:
@@ -75,20 +65,14 @@ class ProducerRecord:
 
 @dataclass
 class Chain:
-    """Unsaved direct and indirect inputs of a storage of ``num_bytes``: they are recomputed or kept.
-
-    Attributes:
-        makers: records of the inputs to recompute, each after the records of its own inputs.
-        kept_bytes: bytes of inputs without a producer (small ones, such as a table of rotary angles), which are kept.
-        sources: addresses of inputs that are saved for it.
-        not_made: addresses of inputs that are not recomputed, as was found before.
-    """
+    """Unsaved direct and indirect inputs of a storage of ``num_bytes``: they are recomputed or kept."""
 
     num_bytes: int
+    # Records of the inputs to recompute, each after the records of its own inputs.
     makers: list[ProducerRecord] = field(default_factory=list)
-    kept_bytes: int = 0
-    sources: list[int] = field(default_factory=list)
-    not_made: set[int] = field(default_factory=set)
+    kept_bytes: int = 0  # kept inputs without a producer: small ones, such as a table of rotary angles
+    sources: list[int] = field(default_factory=list)  # addresses of inputs that are saved for it
+    not_made: set[int] = field(default_factory=set)  # addresses of inputs that were tried and are not recomputed
 
     def mark(self) -> tuple[int, int, int]:
         """Return the present state, for ``reset``."""

@@ -1,17 +1,16 @@
 """Recompute: storages that a cheap kernel can compute again from other saved tensors are not kept.
 
 While a layer runs, producers (``megatron_lm/producers.py``) record each output with its function and input tensors.
-Where autograd then saves the output and the policy says RECOMPUTE, the graph gets a ``RecomputeSpec``: the function and
-its packed inputs. Each input is one more saved tensor on the entry that its storage already has in the graph
-(offloaded, kept, or itself recomputed). Unpack calls the same function again.
+Where autograd saves the output and the policy says RECOMPUTE, the graph gets a ``RecomputeSpec``: the function and its
+packed inputs. Each input is one more saved tensor on its storage's entry. Unpack calls the same function again.
 
 An input may be saved later than the output: attention saves queries and keys before the values, and all three come from
 one storage. An input that is never saved is recomputed too, if its own producer has recorded it. So a spec stays
-undecided, and holds the output, until a tensor is saved under another path. This frees no memory later: until then the
-module's own frame holds its saved tensors.
+undecided, and holds the output, until a tensor is saved under another path. No memory is freed later for this: the
+module's own frame holds its saved tensors until then.
 
-Producers record only functions without randomness. Whether a function reproduces the bits is tried at the first use of
-each site, while the original exists. A site that fails is refused for the rest of the run.
+Producers record only functions without randomness. The first use of each site tries whether the function reproduces the
+bits, while the original exists. A site that fails is refused for the rest of the run.
 """
 
 from __future__ import annotations
@@ -55,18 +54,7 @@ class SpecRecorder(Protocol):
 class Recomputer:
     """Determines which saved storages can be recomputed, and recomputes them in backward.
 
-    Args:
-        device: provides the streams.
-        decider: reports whether the policy recomputes a producer's output.
-        counters, ranges: count the work, and name it for a profiler.
-        checks: compares one recomputed storage in each forward.
-        verify: compare checksums of every recomputed storage.
-        recorder: notes every new spec.
-
-    Attributes:
-        refused: the first reason for each site that the policy recomputes but that cannot be recomputed.
-        spared_bytes: bytes recomputed instead of kept, by producer, since the start.
-        unwatched: while the operators of the running layer are watched, makes a context for those that do not count.
+    ``checks`` compares one recomputed storage in each forward; with ``verify`` all are compared by checksums.
     """
 
     def __init__(
@@ -79,8 +67,10 @@ class Recomputer:
         verify: bool = False,
         recorder: SpecRecorder | None = None,
     ) -> None:
+        # The first reason for each site that the policy recomputes but that cannot be recomputed.
         self.refused: dict[Site, str] = {}
-        self.spared_bytes: Counter[str] = Counter()
+        self.spared_bytes: Counter[str] = Counter()  # recomputed instead of kept, by producer, since the start
+        # While the running layer's operators are watched, makes a context for operators that do not count.
         self.unwatched: Callable[[], AbstractContextManager[None]] | None = None
         self._device = device
         self._decider = decider
@@ -90,8 +80,8 @@ class Recomputer:
         self._verify = verify
         self._recorder = recorder
         self._recording: LayerRecording | None = None
+        # Whether the n-th function of a site's chain reproduced the bits.
         self._trials: dict[tuple[Site, int], bool] = {}
-        """Whether the n-th function of a site's chain reproduced the bits."""
 
     # ------------------------------------------------------------------ what producers record
 
@@ -99,9 +89,8 @@ class Recomputer:
     def recording(self, on_end: Callable[[Collection[int]], None] | None = None) -> Iterator[None]:
         """Return a context around a layer's forward: records of producers are valid until its end.
 
-        Args:
-            on_end: called at the end with the addresses of the storages that are recomputed, or read for that. Some
-                may be freed.
+        ``on_end`` gets the addresses of the storages that are recomputed, or read for a recomputation. Some may be
+        freed.
         """
         outer, recording = self._recording, LayerRecording(used=None if on_end is None else set())
         self._recording = recording
@@ -121,12 +110,10 @@ class Recomputer:
         part: int | None = None,
         context_of: Callable[[], Callable[[], AbstractContextManager[Any]] | None] = lambda: None,
     ) -> Callable[..., Any]:
-        """Return ``function`` so that each call with gradients records its output.
+        """Return ``function`` so that each call with gradients records its output: item ``part`` if it returns a tuple.
 
-        Args:
-            part: index of the recorded item, if the function returns a tuple.
-            context_of: called after a recorded call; returns what makes the context in which the function would
-                compute the same in backward; ``None``: it computes the same everywhere.
+        ``context_of`` is called after a recorded call. It returns a maker of the context in which the function would
+        compute the same in backward, or None if any context will do.
         """
         makes = function if part is None else lambda *given, **named: function(*given, **named)[part]
 
@@ -186,27 +173,24 @@ class Recomputer:
         return self._recording is not None and self._recording.is_in_graph(tensor)
 
     def find(self, tensor: torch.Tensor, site: Site | None = None) -> RecomputeSpec | None:
-        """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since.
-
-        Args:
-            site: the site at which autograd saves the tensor. Undecided specs of other paths are decided first.
-        """
+        """Return the spec of the storage of ``tensor``, or None if it has none or was changed since."""
         recording = self._recording
         if recording is None:
             return None
+        # Autograd saves at `site` now: no more inputs of other paths' specs will be saved.
         if site is not None and recording.undecided:
             self._settle(recording, site.path)
         spec = recording.spec(tensor.untyped_storage()._cdata)
         return None if spec is None or spec.version_probe.changed() else spec
 
     def producer_of(self, storage: torch.UntypedStorage) -> str | None:
-        """Return the kind of kernel that produced ``storage``; ``None``: unknown."""
+        """Return the kind of kernel that produced ``storage``, or None if it is unknown."""
         assert self._recording is not None
         record = self._recording.records.get(storage._cdata)
         return None if record is None else record.producer
 
     def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None:
-        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count the refusal; ``None``: it can."""
+        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count the refusal. None if it can."""
         assert self._recording is not None
         reason = self._obstacle(self._recording, site, storage)
         if reason is not None:
@@ -292,7 +276,7 @@ class Recomputer:
         return self._trials[site, number]
 
     def forget_trials(self, layer: int) -> None:
-        """Forget what was tried in ``layer``: it runs other kernels now."""
+        """Forget the trials in ``layer``: it runs other kernels now."""
         self._trials = {key: passed for key, passed in self._trials.items() if key[0].layer != layer}
 
     def _settle(self, recording: LayerRecording, path: str | None = None) -> None:
@@ -337,7 +321,7 @@ class Recomputer:
     def _find_unsaved(
         self, site: Site, record: ProducerRecord, recording: LayerRecording, packing: Packing, chain: Chain
     ) -> Refusal | None:
-        """Add the unsaved inputs of ``record`` to ``chain``. Return why one is unavailable; ``None``: none is."""
+        """Add the unsaved inputs of ``record`` to ``chain``. Return why one is unavailable, or None."""
         if record.input_changed():
             return Refusal(Reason.INPUT_CHANGED)
         for tensor in (alias.tensor for alias in record.inputs):
@@ -369,10 +353,8 @@ class Recomputer:
     def _is_made(
         self, site: Site, source: ProducerRecord | None, recording: LayerRecording, packing: Packing, chain: Chain
     ) -> bool:
-        """Add ``source`` to ``chain``, if it can be made from less than its own bytes; else saving it is better.
-
-        It is better for matrix products, too: a plan can offload them.
-        """
+        """Add ``source`` to ``chain`` if it can be made from less than its own bytes. Otherwise saving it is better."""
+        # Saving is better for matrix products, too: a plan can offload them.
         if source is None or source.producer == LINEAR or source.version_probe.changed():
             return False
         if not self._decider.may_recompute(site, source.num_bytes, source.producer):
@@ -393,15 +375,9 @@ class Recomputer:
     def recompute(self, spec: RecomputeSpec, unpack: Callable[[Any], torch.Tensor]) -> torch.UntypedStorage:
         """Return the recomputed storage of ``spec``, because autograd unpacks a tensor on it.
 
-        All saved tensors on the storage share the recomputed one, as in forward.
-
-        Args:
-            unpack: returns the tensor of a packed input.
-
-        Raises:
-            RuntimeError: the storage, or one of its inputs, was changed in place after autograd saved it.
-            SwapError: the recomputed storage has another size.
-            VerifyError: with ``verify``, the bytes are not those that were saved.
+        All saved tensors on the storage share the recomputed one, as in forward. ``unpack`` returns the tensor of a
+        packed input. Raises a ``RuntimeError`` if the storage or an input was changed in place since, a ``SwapError``
+        if its size differs, and with ``verify`` a ``VerifyError`` if its bytes differ.
         """
         spec.version_probe.check(str(spec.site))
         if spec.is_undecided:  # the layer takes a gradient while it runs
@@ -458,7 +434,7 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
 
 
 def is_cast_automatically(device_type: str) -> bool:
-    """Whether autocast may cast inputs of the function that runs: what it computes is not a function of them alone."""
+    """Whether autocast may cast inputs of the running function: its result then depends on more than its inputs."""
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 

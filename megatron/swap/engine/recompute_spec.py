@@ -14,22 +14,7 @@ from megatron.swap.engine.recomputed_run import Print
 
 
 class RecomputeSpec:
-    """The graph's entry for a storage that is recomputed.
-
-    Attributes:
-        site, group: the site and group that saved the storage first.
-        number: 0 for a saved storage; n > 0 for the n-th unsaved storage that is recomputed before it.
-        num_bytes: size of the storage.
-        depth: as in ``ProducerRecord``.
-        function, inputs: the function that recomputes the storage, and its packed input tensors.
-        fallback: the packed storage itself, if it turned out that it cannot be recomputed.
-        output: the storage of forward, while it is alive.
-        version_probe: detects in-place changes of ``output``.
-        storage, stream: the recomputed storage and its stream, from the first until the last unpack of a backward.
-        checksum, fingerprint: of the storage in forward; ``None``: it is not compared.
-        num_packed: number of saved tensors on the storage.
-        num_unpacked: how many of them were unpacked since the storage was recomputed.
-    """
+    """The graph's entry for a storage that is recomputed."""
 
     __slots__ = (
         "__weakref__", "checksum", "depth", "fallback", "fingerprint", "function", "group", "inputs", "num_bytes",
@@ -37,26 +22,27 @@ class RecomputeSpec:
     )  # fmt: skip
 
     def __init__(self, site: Site, group: Group, record: ProducerRecord, number: int = 0) -> None:
-        self.site = site
-        self.number = number
-        self.group = group
-        self.num_bytes = record.num_bytes
-        self.depth = record.depth
+        self.site = site  # saved the storage first
+        self.number = number  # 0: a saved storage; n > 0: the n-th unsaved storage that is recomputed before it
+        self.group = group  # saved the storage first
+        self.num_bytes = record.num_bytes  # of the storage
+        self.depth = record.depth  # as in ProducerRecord
         self.function = record.function
-        self.inputs: tuple[Any, ...] = ()
-        self.fallback: Any = None
-        self.output = record.output
-        self.version_probe = record.version_probe
-        self.checksum: torch.Tensor | None = None
-        self.fingerprint: Print | None = None
+        self.inputs: tuple[Any, ...] = ()  # packed inputs of `function`
+        self.fallback: Any = None  # the packed storage itself, if it turned out that it cannot be recomputed
+        self.output = record.output  # the storage of forward, while it is alive
+        self.version_probe = record.version_probe  # detects in-place changes of `output`
+        self.checksum: torch.Tensor | None = None  # in forward; None if it is not compared
+        self.fingerprint: Print | None = None  # as `checksum`
+        # Recomputed; from the first until the last unpack of a backward.
         self.storage: torch.UntypedStorage | None = None
-        self.stream: Stream | None = None
-        self.num_packed = 0
-        self.num_unpacked = 0
+        self.stream: Stream | None = None  # of `storage`
+        self.num_packed = 0  # saved tensors on the storage
+        self.num_unpacked = 0  # unpacked since the storage was recomputed
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it is not known yet what the storage is recomputed from. Until then the storage is alive."""
+        """Whether the inputs of the recomputation are not known yet. Until then the storage is alive."""
         return not self.inputs and self.fallback is None
 
     @property

@@ -1,15 +1,17 @@
-"""Layers that run again in backward: nothing that they compute differently trains silently.
+"""Layers that run again in backward: a layer that computes something different does not train silently.
 
-Before a layer runs again, what it reads is compared with its forward: attributes, parameters, hooks and the context are
-put back where they were replaced, and a change in place is refused (``layer_state.py``, ``run_context.py``). While it
-runs again, fingerprints of what it computes are compared with those of forward, on the device, without a wait of the
-host. That finds what no comparison of attributes sees: globals, closures, iterators, a kernel of one's own.
+Before a layer runs again, its state is compared with its forward's. Replaced attributes, parameters, hooks and switches
+are put back. A change in place is refused (``layer_state.py``, ``run_context.py``). While the layer runs again,
+fingerprints of its results are compared with forward's, on the device, without a wait of the host. They show changes
+that no comparison of attributes sees: globals, closures, iterators, custom kernels.
 
-What is compared is the result, where a checkpoint computes it again (Megatron's). PyTorch's stops a layer as soon as it
-has all saved tensors. Then those are compared from which no other is computed (``operators/compared.py``): a
-difference in any other shows in them. In each forward one layer, in turn, is compared in all that it saves, and one of
-the storages that are recomputed by themselves: all of them would take 2 % of a step. In a checkpoint that runs a layer
-without gradients, it has them in its turn: else autograd would save nothing.
+Megatron's checkpoint computes the result again, so the result is compared. PyTorch's checkpoint stops a layer once it
+has all saved tensors. Then the saved tensors are compared from which no other is computed (``operators/compared.py``):
+a difference in any other tensor shows in them.
+
+All tensors would take 2 % of a step. So each forward compares one layer in all its saved tensors, in turn, and one
+storage that is recomputed alone. A checkpoint may run its layer without gradients: in its turn the layer gets them,
+because autograd would save nothing otherwise.
 
 The first time that a layer runs again, it runs twice. If both runs differ by rounding, its kernels are not
 deterministic (atomic additions of a GPU). Such a layer is compared within a tolerance, and a line says so.
@@ -49,31 +51,18 @@ class RecomputedRunError(SwapError):
 
 @dataclass
 class _Known:
-    """The facts known of a run of a layer, over all steps.
+    """The facts known of a run of a layer, over all steps."""
 
-    Attributes:
-        index: of its flag.
-        turn: in which of its forwards all of it is compared, modulo the number of those that take turns.
-        name: of the layer or site, for messages.
-        num_runs: its forwards so far.
-        is_tried: it has run twice in a backward.
-        is_exact: its kernels are deterministic, as far as is known.
-        saves_others: it has saved another number of tensors than expected, so all of them are compared.
-        has_had_gradients: it has run with gradients in a forward that has none.
-        takes_gradient: it takes one in its own forward, for which autograd needs what it saves.
-        changes_itself: a run with gradients changes what it reads.
-    """
-
-    index: int
-    turn: int
-    name: str
-    num_runs: int = 0
-    is_tried: bool = False
-    is_exact: bool = True
-    saves_others: bool = False
-    has_had_gradients: bool = False
-    takes_gradient: bool = False
-    changes_itself: bool = False
+    index: int  # of its flag
+    turn: int  # the forward in which all of it is compared, modulo the number of runs that take turns
+    name: str  # of the layer or site, for messages
+    num_runs: int = 0  # forwards so far
+    is_tried: bool = False  # it has run twice in a backward
+    is_exact: bool = True  # its kernels are deterministic, as far as is known
+    saves_others: bool = False  # it saved another number of tensors than expected, so all are compared
+    has_had_gradients: bool = False  # it has run with gradients in a forward that has none
+    takes_gradient: bool = False  # it takes a gradient in its own forward, for which autograd needs the saved tensors
+    changes_itself: bool = False  # a run with gradients changes the state that it reads
 
 
 class Print(NamedTuple):
@@ -85,29 +74,17 @@ class Print(NamedTuple):
 
 @dataclass(frozen=True)
 class Contexts:
-    """Functions that make contexts.
+    """Functions that make contexts."""
 
-    Attributes:
-        unwatched: operators in it are not counted as the running layer's.
-        untouched: saved tensors are kept.
-    """
-
-    unwatched: Callable[[], AbstractContextManager[Any]]
-    untouched: Callable[[], AbstractContextManager[Any]]
+    unwatched: Callable[[], AbstractContextManager[Any]]  # operators in it do not count as the running layer's
+    untouched: Callable[[], AbstractContextManager[Any]]  # saved tensors are kept
 
 
 class RunChecks:
-    """The comparisons of all layers of a model.
-
-    Args:
-        device: where they run.
-
-    Attributes:
-        may_vary: kernels of the device may give other bits each time.
-    """
+    """The comparisons of all layers of a model."""
 
     def __init__(self, device: Device) -> None:
-        self.may_vary = device.torch_device.type != "cpu"
+        self.may_vary = device.torch_device.type != "cpu"  # kernels of the device may give other bits each time
         self._device = device
         self._known: dict[Hashable, _Known] = {}
         self._sites: dict[tuple[Site, int], _Known] = {}
@@ -133,22 +110,22 @@ class RunChecks:
         forked: Callable[[], AbstractContextManager[None]] | None,
         contexts: Contexts,
     ) -> CheckedRun:
-        """Return what runs a layer in forward and in backward.
+        """Return a callable that runs a layer in forward and in backward.
 
-        Args:
-            key: names the run among those of a forward.
-            name: of the layer, for messages.
-            state: what the layer reads.
-            saved: numbers of the saved tensors that are compared in each run; ``None``: all.
-            in_turn: numbers of those that are compared when it is the run's turn.
-            num_saved: how many tensors the layer is expected to save.
-            sees_saved: saved tensors are compared, not the result.
-            may_have_gradients: with ``sees_saved`` off, the layer may run with gradients in forward when it is its
-                turn: it does nothing else than without, unless a run with gradients is seen to change what it reads.
-            is_well_known: no such change is possible, so that the layer may have gradients before any was seen.
-            is_exact: no kernel of the layer is known not to be deterministic.
-            forked: makes a context behind which random states are as before it; ``None``: the layer cannot run twice.
-            contexts: for what is compared.
+        ==================  =======================================================================================
+        ``key``             names the run among the runs of a forward; ``name`` is the layer's, for messages
+        ``state``           the state that the layer reads
+        ``saved``           numbers of the saved tensors that are compared in each run; None for all
+        ``in_turn``         the same, when it is the run's turn
+        ``num_saved``       tensors that the layer is expected to save
+        ``sees_saved``      saved tensors are compared, not the result
+        ``is_well_known``   no run with gradients can change the layer's state: allow gradients before one was seen
+        ``is_exact``        no kernel of the layer is known to be non-deterministic
+        ``forked``          makes a context that restores random states; None if the layer cannot run twice
+        ==================  =======================================================================================
+
+        ``may_have_gradients``: without ``sees_saved`` the layer may run with gradients in its turn in forward, unless a
+        run with gradients is seen to change its state.
         """
         known, is_turn = self._turn(self._known, key, name)
         if known.is_exact and not is_exact:
@@ -159,10 +136,9 @@ class RunChecks:
         return CheckedRun(self, known, state, places, num_saved, sees_saved, sees_all, forked, contexts)
 
     def print_in_turn(self, site: Site, number: int, storage: torch.UntypedStorage) -> Print | None:
-        """Return the fingerprint of ``storage``, which is recomputed, if it is its turn: one storage in each forward.
+        """Return the fingerprint of ``storage`` in its turn: one recomputed storage in each forward. None otherwise.
 
-        Args:
-            number: of the function in the chain of ``site``.
+        Function ``number`` of the chain of ``site`` recomputes the storage.
         """
         known, is_turn = self._turn(self._sites, (site, number), site)
         if not is_turn or storage.device.type == "meta":
@@ -176,7 +152,7 @@ class RunChecks:
             self.flag(first.known, (fingerprint(bytes_of(storage)) != first.sums).any())
 
     def _turn(self, of: dict[Any, _Known], key: Hashable, name: str | Site) -> tuple[_Known, bool]:
-        """Return what is known of ``key``, and whether it is its turn among the others that it stands with."""
+        """Return the facts known of ``key``, and whether it is its turn among the keys in ``of``."""
         known = of.get(key)
         if known is None:
             known = of[key] = _Known(len(self._known) + len(self._sites), len(of), str(name))
@@ -208,10 +184,9 @@ class RunChecks:
         self._is_newer = True
 
     def before_step(self) -> None:
-        """Read the flags before an optimizer steps, if they are there: of this backward, or of the one before it.
+        """Raise a ``RecomputedRunError`` if a flag is set, before an optimizer steps.
 
-        Raises:
-            RecomputedRunError: a layer has computed something else than in forward.
+        Reads the flags of this backward, or of the one before, if they have arrived on the host.
         """
         if not self._is_newer:
             return
@@ -221,11 +196,7 @@ class RunChecks:
             self._finish()
 
     def read(self) -> None:
-        """Read the flags of all backwards so far. Waits for the device.
-
-        Raises:
-            RecomputedRunError: as ``before_step``.
-        """
+        """Raise a ``RecomputedRunError`` if a flag of any backward so far is set. Waits for the device."""
         self._finish()
         if self._is_newer:
             self._write()
@@ -252,10 +223,7 @@ class RunChecks:
 
 @dataclass
 class CheckedRun:
-    """One run of a layer: in forward, and again in backward. Made by ``RunChecks.run``, whose arguments these are.
-
-    ``sees_all``: saved tensors are compared, and the result.
-    """
+    """One run of a layer: in forward, and again in backward. Arguments as for ``RunChecks.run``, which makes it."""
 
     checks: RunChecks
     known: _Known
@@ -263,7 +231,7 @@ class CheckedRun:
     saved: Collection[int] | None
     num_saved: int | None
     sees_saved: bool
-    sees_all: bool
+    sees_all: bool  # saved tensors are compared, and the result
     forked: Callable[[], AbstractContextManager[None]] | None
     contexts: Contexts
     context: RunContext = field(default_factory=RunContext.now)
@@ -273,9 +241,8 @@ class CheckedRun:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer by ``function``: its forward, in every call.
 
-        Raises:
-            UsageError: it runs again, and what it reads was changed in place.
-            RecomputedRunError: it computes something else, and that is known already.
+        In a second run, raises a ``UsageError`` if the layer's state was changed in place, and a ``RecomputedRunError``
+        if the layer is known to compute something different.
         """
         known = self.known
         if self.first is None:
@@ -343,7 +310,7 @@ class CheckedRun:
         return result
 
     def _put_back_rest(self) -> None:
-        """Put back what the layer itself puts back behind its last saved tensor, where the checkpoint has ended it."""
+        """Put back the state that the layer's own rest would put back, where the checkpoint ends the layer early."""
         rest = self.state.changes()
         if stuck := [change.where for change in rest if change.old is None]:
             raise UsageError(
@@ -364,11 +331,9 @@ class CheckedRun:
     def _printed_without_graph(
         self, prints: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the layer with gradients, in a context that has none: what autograd saves is seen, and dropped.
-
-        The first time it is held until the layer's end, to learn whether the layer itself takes a gradient.
-        """
+        """Run the layer with gradients, in a context that has none: each saved tensor is seen, and dropped."""
         held: list[torch.Tensor | None] = []
+        # The first time tensors are held until the layer's end, to learn whether the layer itself takes a gradient.
         holds, self.known.has_had_gradients = not self.known.has_had_gradients, True
 
         def pack(tensor: torch.Tensor) -> int:

@@ -16,11 +16,7 @@ from megatron.swap.engine.handle import Group
 
 
 class ReleaseBudget:
-    """Learns the sizes of groups, and derives the limits from them.
-
-    Args:
-        chosen_bytes: size of the window; ``None``: the size of the largest group.
-    """
+    """Learns the sizes of groups, and derives the limits. The window is the largest group unless one is chosen."""
 
     def __init__(self, chosen_bytes: int | None) -> None:
         self._chosen_bytes = chosen_bytes
@@ -83,12 +79,10 @@ class ReleaseBudget:
         self.largest_group_bytes = max(self.largest_group_bytes, group.num_bytes)
 
     def max_offloading_bytes(self, layer: int, position: LayerPosition) -> int:
-        """Return the bytes that may wait for their release while ``layer`` runs.
-
-        The limit is higher early in forward: later layers have not kept their tensors yet, and copies use that memory
-        so that the compute stream need not wait. A chunk that ends in the loss has no slack at its end, where the peak
-        is.
-        """
+        """Return the bytes that may wait for their release while ``layer`` runs."""
+        # The limit is higher early in forward. Later layers have not kept their tensors yet: copies use this memory, so
+        # that the compute stream need not wait. A chunk that ends in the loss has no slack at its end, where the peak
+        # is.
         window_bytes = 0 if position.ends_in_loss else self.window_bytes
         return self._kept_after_bytes.get(layer, 0) + self._unaccounted_bytes + window_bytes
 
@@ -97,18 +91,16 @@ class ReleaseBudget:
     ) -> int:
         """Return the bytes that may be prefetched, ``group`` included, while backward is in ``current``.
 
-        A layer whose backward has ended has freed the tensors it kept. Nothing else needs this memory before the
-        chunk's backward ends, so it is slack for prefetches. The window shrinks by the bytes that layers between
-        ``current`` and ``group`` keep, so that the peak does not exceed that at the end of forward. It does not shrink
-        for the trailing layers alone: they are few, and the link would be idle until they have ended.
-
-        Args:
-            num_kept_between, kept_between_bytes: layers between that offload nothing, and the bytes that all layers
-                between have kept.
+        ``num_kept_between`` layers between offload nothing; ``kept_between_bytes`` is kept by all layers between.
         """
         allowed_bytes = self.window_bytes
+        # The window shrinks by the bytes that layers between keep, so that the peak stays within the peak at the end of
+        # forward. It does not shrink for the trailing layers alone: they are few, and the link would be idle until they
+        # have ended.
         if num_kept_between >= group.position.num_trailing_kept(self.window_groups):
             allowed_bytes = max(0, allowed_bytes - kept_between_bytes)
+        # A layer whose backward has ended has freed the tensors it kept. Nothing needs this memory before the chunk's
+        # backward ends: it is slack for prefetches.
         if current is not None and current.forward_pass is group.forward_pass:
             allowed_bytes += max(0, group.forward_pass.over_bytes - current.num_bytes)
         # A window chosen by the user limits memory, so prefetches do not use all slack; this leaves room for fragments.

@@ -23,19 +23,10 @@ from megatron.swap.profiling.recording import BRING_BACK
 
 
 class Reloader:
-    """Copies storages from the tier to the device, in the order in which backward needs them.
-
-    Args:
-        state: the state shared with offload and eviction.
-        evictions: the accounting of the guard's evictions.
-        observer: counts reloaded storages.
-
-    Attributes:
-        stream: the H2D copy stream.
-    """
+    """Copies storages from the tier to the device, in the order in which backward needs them."""
 
     def __init__(self, state: SharedState, evictions: Evictions, observer: Observer | None = None) -> None:
-        self.stream = state.device.copy_stream("in")
+        self.stream = state.device.copy_stream("in")  # H2D copies
         self._state = state
         self._device = state.device
         self._counters = state.counters
@@ -65,9 +56,8 @@ class Reloader:
     def fetch(self, handle: Handle, group: Group, index: int) -> torch.UntypedStorage:
         """Return the storage of ``handle``, because autograd unpacks saved tensor number ``index`` on it.
 
-        Raises:
-            RuntimeError: the tensor was changed in place after autograd saved it.
-            VerifyError: with ``verify``, the bytes are not those that were saved.
+        Raises a ``RuntimeError`` if the tensor was changed in place since, and with ``verify`` a ``VerifyError`` if
+        bytes differ.
         """
         if not group.backward_begun:
             self.begin_backward(group)
@@ -78,6 +68,7 @@ class Reloader:
             self._counters.num_late += 1
             self._reload([handle])
         if handle.state is StorageState.RELOADING:
+            # The compute stream waits only here, at the first use.
             with self._state.ranges.storage("wait", handle):
                 self._counters.add_stall(self._device.timed_wait(compute, handle.in_event))
             handle.move_to(StorageState.RELOADED)
@@ -153,12 +144,9 @@ class Reloader:
         return handle.state is not StorageState.OFFLOADED
 
     def _reload(self, handles: list[Handle], *, is_prefetch: bool = False) -> None:
-        """Enqueue the copies to the device, in the order given.
+        """Enqueue the copies to the device, in the order given, or raise a ``SwapError`` if the engine is closed.
 
         A prefetch stops early if memory is short; the remaining storages are reloaded on demand.
-
-        Raises:
-            SwapError: the engine was closed before.
         """
         if not handles:
             return
@@ -176,6 +164,7 @@ class Reloader:
             for handle in handles[len(buffers) :]:
                 handle.group.prefetched_bytes -= handle.num_bytes
                 handle.group.prefetch_evicted = True
+            # The buffers may be recycled blocks: earlier kernels of the compute stream may still use them.
             self._device.wait(self.stream, self._device.record(compute))
             for group, coming in groupby(zip(handles, buffers, strict=False), key=lambda pair: pair[0].group):
                 pairs = list(coming)
@@ -190,6 +179,7 @@ class Reloader:
 
     def _read(self, handle: Handle, buffer: torch.Tensor, compute: Stream) -> None:
         assert handle.slot is not None
+        # The storage's own copy out may still be in flight.
         self._device.wait(self.stream, handle.out_event)
         with self._state.ranges.storage("copy_in", handle, handle.num_bytes):
             num_copies = self._state.tier.read(self._device, self.stream, handle.slot, buffer)

@@ -1,10 +1,12 @@
-"""Repeats what was decided about the tensors that a layer saved in an earlier run, instead of deciding once more.
+"""Repeats the decisions about the tensors that a layer saved in an earlier run.
 
-Deciding takes the host longer than enqueueing the kernels of a small layer. A layer that runs the operators that it ran
-before saves the same tensors in the same order. So one run notes what became of each (``NotingPacker``), and later runs
-do the same again (``RepeatingPacker``) as long as each tensor has the site it had. What depends on the run is checked
-as before: versions, and that a storage is the output of the operator that recomputes it. From the first tensor that
-does not fit, the run decides by itself, and recomputes nothing more. What it has put into the graph stays valid.
+A decision takes the host longer than enqueueing the kernels of a small layer. A layer that runs the same operators
+saves the same tensors in the same order. So one run notes the outcome for each tensor (``NotingPacker``), and later
+runs repeat it (``RepeatingPacker``) as long as each tensor has its earlier site.
+
+Versions are checked as before, and so is whether a storage is the output of the operator that recomputes it. From the
+first tensor that does not fit, the run decides by itself, and recomputes nothing more. Its earlier entries in the graph
+stay valid.
 """
 
 from __future__ import annotations
@@ -39,43 +41,30 @@ from megatron.swap.engine.saved_tensors import (
 
 @dataclass(slots=True)
 class Step:
-    """The outcome for one saved tensor.
+    """The outcome for one saved tensor."""
 
-    Attributes:
-        site: of the tensor; ``None``: it is constant.
-        is_recomputed: its storage is.
-        is_kept: it is, and its storage has no handle.
-        output: number of the output that is recomputed from this tensor on; ``None``: its storage is known already, or
-            not recomputed.
-        decision: of a storage that gets a handle with this tensor; ``None``: it has one already, or is kept.
-        num_refused: refusals to recompute it.
-        is_settled: ``output`` is settled at once: what it is recomputed from has been saved.
-        settled: outputs of earlier steps that are settled before this one: no more of their inputs are saved.
-    """
-
-    site: Site | None
-    is_recomputed: bool = False
-    is_kept: bool = False
+    site: Site | None  # of the tensor; None if it is constant
+    is_recomputed: bool = False  # its storage is recomputed
+    is_kept: bool = False  # it is kept, and its storage has no handle
+    # Which operator output this tensor is, if backward recomputes it from here on. None on later views of that storage,
+    # and on storages that are kept or offloaded.
     output: int | None = None
-    is_settled: bool = False
+    is_settled: bool = False  # the inputs of `output` have been saved: settle it at once
+    # For a handle that is made with this tensor. None if there is one, or the storage is kept.
     decision: Decision | None = None
-    num_refused: int = 0
+    num_refused: int = 0  # refusals to recompute it
+    # Outputs of earlier steps that are settled before this step: no more of their inputs are saved.
     settled: tuple[int, ...] = ()
 
 
 @dataclass
 class RunMemo:
-    """The outcomes for all tensors that a run saved. Outputs of operators are named by their numbers.
+    """The outcomes for all tensors that a run saved. Outputs of operators are named by their numbers."""
 
-    Attributes:
-        steps: one for each saved tensor.
-        makers: for each recomputed output, the unsaved outputs that are recomputed before it, in their order.
-        read: outputs that nothing but recomputation reads, and that are saved for it.
-    """
-
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)  # one for each saved tensor
+    # For each recomputed output, the unsaved outputs recomputed before it, in order.
     makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    read: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)  # outputs that only recomputation reads, and that are saved for it
 
     def made(self) -> set[int]:
         """Return the outputs whose operators have to be recorded."""
@@ -83,7 +72,7 @@ class RunMemo:
 
 
 class NotingPacker(LayerPacker):
-    """Packs a run's tensors, and notes what becomes of them. Arguments as for ``LayerPacker``."""
+    """Packs a run's tensors, and notes the outcomes. Arguments as for ``LayerPacker``."""
 
     def __init__(
         self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], sources: Mapping[int, Site]
@@ -123,7 +112,7 @@ class NotingPacker(LayerPacker):
         return packed
 
     def memo(self) -> RunMemo | None:
-        """Return what was noted, at the end of the run; ``None``: it cannot be repeated."""
+        """Return the noted outcomes at the end of the run, or None if the run cannot be repeated."""
         self._settled()
         return self._memo if self._is_repeatable and not self._pending else None
 
@@ -161,15 +150,7 @@ class NotingPacker(LayerPacker):
 
 
 class RepeatingPacker(LayerPacker):
-    """Packs a run's tensors as ``memo`` says.
-
-    Args:
-        memo: of an earlier run.
-        saved_tensors, where, constants, sources: as for ``LayerPacker``.
-
-    Attributes:
-        is_other: a tensor did not fit.
-    """
+    """Packs a run's tensors by the ``memo`` of an earlier run. Other arguments as for ``LayerPacker``."""
 
     def __init__(
         self,
@@ -180,7 +161,7 @@ class RepeatingPacker(LayerPacker):
         sources: Mapping[int, Site],
     ) -> None:
         super().__init__(saved_tensors, where, constants, sources)
-        self.is_other = False
+        self.is_other = False  # a tensor did not fit
         self._counters = saved_tensors.manager.counters
         assert self._recomputer is not None
         self._again = self._recomputer
@@ -191,10 +172,7 @@ class RepeatingPacker(LayerPacker):
         self._pending: dict[int, Undecided] = {}
 
     def record(self, number: int, producer: str, function: Function, inputs: Sequence[Any], output: Any) -> None:
-        """Record that ``function(*inputs)`` gives the output ``number``, as in the earlier run, if it still may.
-
-        All are plain tensors, with a storage and a version.
-        """
+        """Record that ``function(*inputs)`` gives the output ``number``, as in the earlier run. All are plain."""
         if self.is_other or not inputs or is_cast_automatically(output.device.type):
             return
         storage = output.untyped_storage()
@@ -234,7 +212,7 @@ class RepeatingPacker(LayerPacker):
             self._stop()
 
     def _pack_again(self, step: Step, tensor: torch.Tensor, group: Group) -> Packed | None:
-        """Return the packed form of ``tensor``; ``None``: it does not fit."""
+        """Return the packed form of ``tensor``, or None if it does not fit."""
         if step.is_kept:  # a tensor may always be kept
             storage = tensor.untyped_storage()
             self._footprint.add(storage.nbytes())
@@ -265,14 +243,12 @@ class RepeatingPacker(LayerPacker):
         return self._join_handle(tensor, handle, group)
 
     def _spec_of(self, tensor: torch.Tensor) -> RecomputeSpec | None:
-        """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since, or is no output.
-
-        An output's layout says all of it: unlike that of a conjugate view.
-        """
+        """Return the spec of the storage of ``tensor``, or None if it has none, was changed since, or is no output."""
         storage = tensor.untyped_storage()
         spec = self._specs.get(storage._cdata)
         if spec is None or spec.output() is not storage or spec.version_probe.changed():
             return None
+        # An output is described by its layout alone; a conjugate view is not.
         return None if tensor.is_conj() or tensor.is_neg() else spec
 
     def _begin_again(self, step: Step, output: int, tensor: torch.Tensor, group: Group) -> RecomputeSpec | None:
@@ -284,7 +260,7 @@ class RepeatingPacker(LayerPacker):
         return undecided.spec if not step.is_settled or self._settle(output) else None
 
     def _settle(self, output: int) -> bool:
-        """Recompute ``output`` from what it was recomputed from. Return whether that is possible."""
+        """Recompute ``output`` as in the earlier run. Return whether that is possible."""
         undecided = self._pending.get(output)
         if undecided is None or undecided.record.input_changed():
             return False
@@ -301,10 +277,7 @@ class RepeatingPacker(LayerPacker):
         return True
 
     def _may_read(self, undecided: Undecided, makers: Sequence[ProducerRecord]) -> bool:
-        """Whether the inputs are saved anyway, or smaller than the output, which may have been made from others.
-
-        ``Recomputer`` asks the same of the inputs that it finds.
-        """
+        """Whether the unsaved inputs are smaller than the output: ``Recomputer`` asks the same of inputs."""
         made = {maker.address for maker in makers}
         kept_bytes = 0
         for tensor in (alias.tensor for record in (undecided.record, *makers) for alias in record.inputs):
@@ -316,7 +289,7 @@ class RepeatingPacker(LayerPacker):
         return kept_bytes < undecided.spec.num_bytes
 
     def _stop(self) -> None:
-        """Decide from here on. What was to be recomputed, and is not settled, is held."""
+        """Decide from here on. Hold the outputs that were to be recomputed and are not settled."""
         self.is_other = True
         self._again.hold(self._pending.values())
         self._pending.clear()

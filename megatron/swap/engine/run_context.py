@@ -1,7 +1,7 @@
-"""Switches of PyTorch around a run of a layer: what is computed depends on them, so a second run gets them.
+"""Switches of PyTorch around a run of a layer. Results depend on them, so a second run gets the same values.
 
-Autograd runs a backward outside the ``with`` blocks of its forward. So a layer that runs again in backward would choose
-another attention kernel than in forward, or compute in another precision.
+Autograd runs a backward outside the ``with`` blocks of its forward. A layer that runs again there would choose another
+attention kernel than in forward, or compute in another precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._device import DeviceContext
 
 
 class Switch(NamedTuple):
-    """A setting of PyTorch. ``name`` stands in messages."""
+    """A setting of PyTorch. Messages show ``name``."""
 
     name: str
     get: Callable[[], Any]
@@ -31,7 +31,8 @@ def _native(name: str, getter: str, setter: str) -> list[Switch]:
 
 
 def _precisions() -> list[Switch]:
-    """Return the precisions of fp32 operations. From 2.9 on reading the older switches may be an error."""
+    """Return the switches of the precision of fp32 operations."""
+    # From PyTorch 2.9 on, reading the older switches may be an error.
     if not hasattr(torch._C, "_get_fp32_precision_getter"):
         return [
             *_native("float32_matmul_precision", "_get_float32_matmul_precision", "_set_float32_matmul_precision"),
@@ -86,18 +87,14 @@ AUTOCAST_DEVICES = ("cuda", "cpu")
 class RunContext(NamedTuple):
     """Values of ``SWITCHES``, autocast and the default device.
 
-    Other modes around a forward are not entered again: most only watch, and may be closed. What they change shows in
-    what the layer computes.
-
-    Attributes:
-        autocast: whether it is on, and its dtype, for each of ``AUTOCAST_DEVICES``; whether it caches its casts.
-        device: where tensors are made; ``None``: no context says so.
+    Other modes around a forward are not entered again: most only watch, and may be closed. Their effects show in the
+    layer's results.
     """
 
     values: tuple[Any, ...]
-    autocast: tuple[tuple[bool, torch.dtype], ...]
-    caches_casts: bool
-    device: torch.device | None
+    autocast: tuple[tuple[bool, torch.dtype], ...]  # (is on, dtype) for each of AUTOCAST_DEVICES
+    caches_casts: bool  # of autocast
+    device: torch.device | None  # where tensors are made; None if no context says so
 
     @classmethod
     def now(cls) -> RunContext:

@@ -13,23 +13,15 @@ import torch
 from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.checksum import fingerprint, parts_of, sums
 
-LEAST_TOLERANCE = 2.0**-13
-"""The least tolerance, of fp32: a sum may be rounded in each of thousands of additions."""
+LEAST_TOLERANCE = 2.0**-13  # of fp32: a sum may be rounded in each of thousands of additions
 SEED_BYTES = 16
 
 
 class Prints:
-    """Fingerprints of tensors, in their order.
+    """Fingerprints of tensors, in their order: of those numbered in ``wanted``, or of all.
 
-    Args:
-        wanted: numbers of the tensors that have one; ``None``: all.
-        is_exact: of all bytes.
-        is_loose: of values, for a comparison within a tolerance.
-        unwatched: as in ``Contexts``.
-        has_workspaces: saved bytes may be a workspace, which does not count.
-
-    Attributes:
-        kinds: shape, strides and dtype of each tensor.
+    ``is_exact``: of all bytes. ``is_loose``: of values, for a comparison within a tolerance. ``has_workspaces``: saved
+    bytes may be a workspace, which does not count. ``unwatched``: as in ``Contexts``.
     """
 
     def __init__(
@@ -41,7 +33,7 @@ class Prints:
         is_loose: bool,
         has_workspaces: bool = True,
     ) -> None:
-        self.kinds: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
+        self.kinds: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []  # shape, strides, dtype
         self._has_workspaces = has_workspaces
         self.is_exact, self.is_loose = is_exact, is_loose
         self._wanted = wanted
@@ -63,17 +55,14 @@ class Prints:
                     self._loose.append((sums(part), tolerance_of(part.dtype)))
 
     def _is_left_out(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a weight, or may be a seed or workspace, of which kernels leave bytes unset."""
+        """Whether ``tensor`` is a weight, or may be a seed or workspace with bytes that kernels leave unset."""
         owner = tensor if tensor._base is None else tensor._base
         is_small = not tensor.is_floating_point() and tensor.nbytes <= SEED_BYTES
         is_workspace = self._has_workspaces and tensor.dtype is torch.uint8
         return type(owner) is torch.nn.Parameter or is_small or is_workspace
 
     def differ(self, other: Prints) -> torch.Tensor | None:
-        """Return whether any byte differs: 0-D bool; ``None``: there are no fingerprints.
-
-        The kinds of both are equal, so the fingerprints have the same sizes.
-        """
+        """Return whether any byte differs (0-D bool), or None if there are no fingerprints. The kinds must be equal."""
         return _any(
             (_joined(mine) != _joined(other._exact[device])).any() for device, mine in self._exact.items()
         )
@@ -94,7 +83,7 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return whether one of ``flags`` is true; ``None``: there are none. Some may be on the CPU."""
+    """Return whether any of ``flags``, some of which may be on the CPU, is true. None if there are none."""
     found = [flag for flag in flags if flag is not None]
     return functools.reduce(operator.or_, found) if found else None
 

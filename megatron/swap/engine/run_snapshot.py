@@ -1,4 +1,4 @@
-"""A snapshot before a run of a layer, while steps are measured. What leaves it unchanged may run again in backward."""
+"""A snapshot before a run of a layer, while steps are measured: a run that changes nothing may run again."""
 
 from __future__ import annotations
 
@@ -19,19 +19,13 @@ class RunSnapshot:
     """The state that a layer reads, its arguments, and the random state of Python and NumPy, before a run.
 
     It holds the arguments: drop it when the run is over.
-
-    Args:
-        reader: reads the layer's attributes, buffers and such.
-        args, kwargs: what it is called with.
-
-    Attributes:
-        state: what the layer reads, without tensors among the arguments.
     """
 
     def __init__(self, reader: StateReader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._given = list(args), kwargs
         self._leaves, self._structure = _pytree.tree_flatten(self._given)
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        # Without tensors among the arguments: their versions are read below.
         self.state = reader.read(leaf for leaf in self._leaves if not isinstance(leaf, torch.Tensor))
         self._has_uncounted = self.state.has_uncounted or any(tensor.is_inference() for tensor in tensors)
         self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
@@ -43,7 +37,7 @@ class RunSnapshot:
         self._random = _random_state()
 
     def is_unchanged(self) -> bool:
-        """Whether the run has left everything as it was. Inference tensors count as changed: nobody can tell."""
+        """Whether the run has left everything as it was. Inference tensors count as changed: they have no version."""
         leaves, structure = _pytree.tree_flatten(self._given)
         return (
             not self._has_uncounted

@@ -30,11 +30,10 @@ from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.recording import NonLayerStorage, SavedStorage
 from megatron.swap.profiling.saved_tensor_hooks import Hooks, HooksContext
 
-Record = SavedStorage | NonLayerStorage
-"""A recorder's record of a saved storage."""
+Record = SavedStorage | NonLayerStorage  # a recorder's record of a saved storage
 
+# Called for every eligible saved tensor. Returns its group and site, or None to leave the tensor alone.
 Where = Callable[[], tuple[Group, Site] | None]
-"""Called for every saved tensor that is eligible; returns its group and site, or ``None`` to leave it alone."""
 
 
 # One or two of these are made for every saved tensor. Frozen, they would take three times as long to make.
@@ -62,14 +61,11 @@ class Layout:
 
 @dataclass(slots=True)
 class HandledTensor:
-    """A tensor whose storage has a handle: it is offloaded, or kept and evictable by the guard.
-
-    ``index`` is the tensor's index among those on the handle.
-    """
+    """A tensor whose storage has a handle: it is offloaded, or kept and evictable by the guard."""
 
     handle: Handle
     group: Group
-    index: int
+    index: int  # of the tensor among those on the handle
     layout: Layout
     record: Record | None
 
@@ -85,23 +81,20 @@ class RecomputedTensor:
 
 @dataclass(slots=True)
 class KeptTensor:
-    """A kept tensor, as an alias, with the version that it had when autograd saved it.
+    """A kept tensor, as an alias, with the version that it had when autograd saved it."""
 
-    An alias, because a node that saves its own output would hold itself and never be freed. With hooks autograd does
-    not check for in-place changes, so the version is checked here.
-
-    A tensor of a layer refers to its group, so that backward is noticed, and the next groups are prefetched, even if
-    the group has no handle and no boundary (the last segments of full recomputation).
-    """
-
+    # An alias: a node that saves its own output would hold itself and never be freed.
     tensor: torch.Tensor
+    # Autograd does not check for in-place changes where hooks are, so the version is checked at unpack.
     version: int
+    # Of the layer that saves it. Shows that backward has reached the group, and starts the next prefetches, even if the
+    # group has no handle and no boundary (the last segments of full recomputation).
     group: Group | None = None
     record: Record | None = None
 
 
+# The graph's entry for a saved tensor. Tensor subclasses are saved as they are.
 Packed = HandledTensor | RecomputedTensor | KeptTensor | torch.Tensor
-"""The graph's entry for a saved tensor. Tensor subclasses are saved as they are."""
 
 
 def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None = None) -> KeptTensor | torch.Tensor:
@@ -117,18 +110,7 @@ def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None
 class SavedTensors:
     """Packs and unpacks all tensors that autograd saves in the model.
 
-    Args:
-        manager: offloads and reloads storages.
-        device: tensors on other devices are kept as they are.
-        recomputer: recomputes storages; ``None``: nothing is recomputed.
-        checks: compares layers that run again in backward with their forward.
-        instruments: count and record saved tensors.
-        wrappers: the wrapper tensors that are taken apart; ``None``: all are kept whole.
-
-    Attributes:
-        footprint: counts the bytes that layers save.
-        must_run_once: the layer that runs has saved a tensor that another run would make otherwise: a nested one would
-            be ragged in another way, and backward knows no named ones.
+    Tensors of other devices than ``device``, and wrapper tensors unless ``wrappers`` names them, are kept as they are.
     """
 
     def __init__(
@@ -140,9 +122,11 @@ class SavedTensors:
         instruments: Instruments,
         wrappers: WrapperRules | None = None,
     ) -> None:
-        self.footprint = FootprintMeter()
+        self.footprint = FootprintMeter()  # counts the bytes that layers save
         self.checks = checks
         self._check_contexts = Contexts(self.unwatched, partial(self.untouched, observed=False))
+        # The running layer has saved a tensor that a second run would make differently. A nested tensor would be ragged
+        # in another way, and backward knows no named tensors.
         self.must_run_once = False
         self.recomputer = recomputer
         self.manager = manager
@@ -160,17 +144,13 @@ class SavedTensors:
         return self._recorder if self._recorder is not None and self._recorder.is_on else None
 
     def checked_run(self, key: Hashable, name: str, state: LayerState, **options: Any) -> CheckedRun:
-        """Return what runs a layer in forward and in backward; arguments as for ``RunChecks.run``."""
+        """Return a callable that runs a layer in forward and in backward; arguments as for ``RunChecks.run``."""
         return self.checks.run(key, name, state, contexts=self._check_contexts, **options)
 
     def recording(
         self, layer: int, on_end: Callable[[Collection[int]], None] | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context, around a forward of ``layer``, in which producers record their outputs.
-
-        Args:
-            on_end: as for ``Recomputer.recording``.
-        """
+        """Return a context, around a forward of ``layer``, in which producers record: see ``Recomputer.recording``."""
         if self.recomputer is None or in_transform() or not self.manager.decider.recomputes_layer(layer):
             return nullcontext()
         return self.recomputer.recording(on_end)
@@ -186,12 +166,12 @@ class SavedTensors:
             self._recorder.inputs(group.label, tensors)
 
     def not_repeatable(self, group: Group) -> None:
-        """Record that a layer has changed what it reads, or that this changed before its backward: it must run once."""
+        """Record that a layer's state changed in its run, or before its backward: it must run once."""
         if self._recorder is not None and self._recorder.is_on:
             self._recorder.not_repeatable(group.label)
 
     def is_like(self, group: Group, others: tuple[int, ...]) -> None:
-        """Record that a layer runs in a checkpoint, because it saves what layers ``others`` saved in this forward."""
+        """Record that a layer runs in a checkpoint, because it saves the same as layers ``others`` in this forward."""
         self.footprint.is_like(others[-1])
         if self._recorder is not None and self._recorder.is_on:
             self._recorder.is_like(group.label, others)
@@ -206,13 +186,9 @@ class SavedTensors:
     ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
-        Args:
-            where: returns the group and site of each saved tensor.
-            constants: addresses of storages that are kept whatever the policy says (parameters).
-            weight_shapes: as for ``WrapperRules.take_apart``.
-            sources: sites by the addresses of storages: where recomputation reads such a storage and nothing saves it,
-                it is saved there. The mapping grows while the layer runs.
-            make_packer: makes the packer, from the arguments of ``LayerPacker``.
+        ``constants``: addresses of storages that are always kept (parameters). ``sources``: sites by the addresses of
+        storages. A storage that recomputation reads and nothing saves is saved there. The mapping grows while the layer
+        runs. ``make_packer`` makes the packer.
         """
         self.must_run_once = False
         packer = (make_packer or LayerPacker)(self, where, constants, {} if sources is None else sources)
@@ -266,17 +242,17 @@ class SavedTensors:
         return self._enter(Hooks(keep, self.unpack), observed=observed)
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Return a context in which what the present hooks hold is counted: a checkpoint's, while it recomputes."""
+        """Return a context that counts the bytes held by the present hooks: a checkpoint's, while it recomputes."""
         return nullcontext() if self.observer is None else self.observer.counting()
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """Return a context in which nobody who watches the running layer sees operators."""
+        """Return a context whose operators are hidden from watchers of the running layer."""
         if self.recomputer is None or self.recomputer.unwatched is None:
             return nullcontext()
         return self.recomputer.unwatched()
 
     def _unpack_unwatched(self, packed: Packed) -> torch.Tensor:
-        """Return the same as ``unpack``. Who watches a layer sees nothing of it: it may take a gradient itself."""
+        """Return the same as ``unpack``, hidden from watchers of the running layer, which may take a gradient."""
         if self.recomputer is None or self.recomputer.unwatched is None:
             return self.unpack(packed)
         with self.recomputer.unwatched():
@@ -285,8 +261,7 @@ class SavedTensors:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor as it was saved: same bytes, offset, shape and stride.
 
-        Raises:
-            RuntimeError: it was changed in place since, as autograd raises without hooks.
+        Raises a ``RuntimeError`` if it was changed in place since, as autograd does without hooks.
         """
         if isinstance(packed, torch.Tensor):
             return packed
@@ -328,9 +303,7 @@ class SavedTensors:
 class LayerPacker:
     """Packs the tensors that autograd saves in one forward of a layer. Implements ``Packing`` for the recomputer.
 
-    Args:
-        saved_tensors: unpacks the tensors.
-        where, constants, sources: as in ``SavedTensors.hooks``.
+    Arguments as for ``SavedTensors.hooks``.
     """
 
     def __init__(
@@ -351,7 +324,7 @@ class LayerPacker:
         self._recomputer = recomputer if recomputer is not None and recomputer.is_recording else None
 
     def pack_unwatched(self, tensor: torch.Tensor) -> Packed:
-        """Return the packed form of ``tensor``. Who watches the layer's operators does not see the engine's own."""
+        """Return the packed form of ``tensor``. Watchers of the layer's operators do not see the engine's own."""
         if self._recomputer is None or self._recomputer.unwatched is None or type(tensor) not in PLAIN:
             return self.pack(tensor)
         with self._recomputer.unwatched():
@@ -412,10 +385,7 @@ class LayerPacker:
         return tensor.untyped_storage()._cdata in self._sources
 
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
-        """Return the packed form of an input of a recomputed storage.
-
-        It is one more tensor on the entry that its storage already has; an unsaved input is kept.
-        """
+        """Return the packed form of an input of a recomputed storage: one more tensor on its storage's entry."""
         if self.is_constant(tensor):
             return keep(tensor)
         spec = None if self._recomputer is None else self._recomputer.find(tensor)
@@ -429,6 +399,7 @@ class LayerPacker:
             if self._recomputer is not None:
                 self._recomputer.saved(storage)
         elif handle is None:
+            # An unsaved input is kept.
             self._offload.account_kept(storage, group)
         return self._join_handle(tensor, handle, group, record)
 

@@ -17,36 +17,24 @@ from megatron.swap.profiling.recorder import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The user's settings.
+    """The user's settings."""
 
-    Attributes:
-        window_bytes: most bytes that are reloaded ahead of their layer's backward, and most that still wait for their
-            release when a forward ends (0 if it ends in the loss); ``None``: the bytes of the largest group.
-        verify: compare checksums of every reloaded or recomputed storage.
-        recomputes: the policy may choose RECOMPUTE, and producers record their outputs.
-        wrappers: the wrapper tensors that are taken apart; ``None``: all are kept whole.
-    """
-
+    # The most bytes that are reloaded ahead of their layer's backward, and the most that wait for their release when a
+    # forward ends (0 if it ends in the loss). None for the bytes of the largest group.
     window_bytes: int | None = None
-    verify: bool = False
-    recomputes: bool = False
-    wrappers: WrapperRules | None = None
+    verify: bool = False  # compare checksums of every reloaded or recomputed storage
+    recomputes: bool = False  # the policy may choose RECOMPUTE, and producers record their outputs
+    wrappers: WrapperRules | None = None  # wrapper tensors that are taken apart; None to keep all whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instruments:
-    """Observers and listeners of the engine.
+    """Observers and listeners of the engine."""
 
-    Attributes:
-        ranges: names the engine's work for a profiler.
-        observer: counts the bytes that autograd holds.
-        recorder: records saved storages while it is on.
-        on_saved: called for every saved tensor that has a site, with the site, the storage and the decision.
-        on_full: called when the tier has no room for a storage, which is kept then; ``None``: that is an error.
-    """
-
-    ranges: Ranges = field(default_factory=Ranges)
-    observer: Observer | None = None
-    recorder: Recorder | None = None
+    ranges: Ranges = field(default_factory=Ranges)  # names the engine's work for a profiler
+    observer: Observer | None = None  # counts the bytes that autograd holds
+    recorder: Recorder | None = None  # records saved storages while it is on
+    # Called for every saved tensor that has a site.
     on_saved: Callable[[Site, torch.UntypedStorage, Decision], None] | None = None
+    # Called when the tier has no room for a storage, which is kept. None makes this an error.
     on_full: Callable[[SwapError], None] | None = None

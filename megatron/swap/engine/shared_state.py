@@ -17,14 +17,10 @@ from megatron.swap.memory.tiers.base import Tier
 
 
 class OffloadQueue:
-    """Handles whose copy to the tier is enqueued and that wait for their release, oldest first.
-
-    Attributes:
-        num_bytes: bytes of all handles together.
-    """
+    """Handles whose copy to the tier is enqueued and that wait for their release, oldest first."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes = 0  # of all handles together
         self._handles: deque[Handle] = deque()
 
     def __len__(self) -> int:
@@ -64,20 +60,7 @@ class OffloadQueue:
 
 
 class SharedState:
-    """State that offload, reload and eviction share.
-
-    Attributes:
-        device: streams, events and memory.
-        tier: holds the offloaded bytes.
-        ranges: names the work for a profiler.
-        guard: evicts unused storages when an allocation fails.
-        order: groups in the order in which backward needs them.
-        release_budget: limits the bytes in flight.
-        fences: reads of slots that may still be in flight.
-        offloading: storages that wait for their release.
-        orphans: storages whose handle was freed during a copy.
-        main_stream: the compute stream of the last forward.
-    """
+    """State that offload, reload and eviction share."""
 
     def __init__(
         self, device: Device, tier: Tier, ranges: Ranges, guard: OomGuard, release_budget: ReleaseBudget
@@ -86,13 +69,13 @@ class SharedState:
         self.tier = tier
         self.ranges = ranges
         self.guard = guard
-        self.release_budget = release_budget
+        self.release_budget = release_budget  # limits the bytes in flight
         self.counters = Counters()
-        self.order = BackwardOrder()
-        self.fences = ReadFences(device)
-        self.offloading = OffloadQueue()
-        self.orphans: Orphans = Orphans()
-        self.main_stream = device.current_stream()
+        self.order = BackwardOrder()  # groups in the order in which backward needs them
+        self.fences = ReadFences(device)  # reads of slots that may still be in flight
+        self.offloading = OffloadQueue()  # storages that wait for their release
+        self.orphans: Orphans = Orphans()  # storages whose handle was freed during a copy
+        self.main_stream = device.current_stream()  # the compute stream of the last forward
 
     def free_orphans(self) -> None:
         """Free storages whose handles were freed during a copy (of a prefetched tensor that backward skipped, say)."""

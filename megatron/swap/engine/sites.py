@@ -12,19 +12,13 @@ from megatron.swap.common.types import Site
 
 
 class SiteNames:
-    """Tracks which submodule of a layer, or of a chunk outside its layers, is running.
+    """Tracks which submodule of ``module`` (a layer, or a chunk outside its layers) is running.
 
-    Args:
-        layer: number of the layer, the first part of its sites' names. It may change between forwards.
-        module: the module whose forward is tracked.
-        without: submodules that are not tracked, with all their submodules.
-
-    Attributes:
-        modules: ``module`` and its submodules, except those in ``without``.
+    Submodules in ``without`` are not tracked, with all their submodules.
     """
 
     def __init__(self, layer: int, module: nn.Module, without: Collection[nn.Module] = ()) -> None:
-        self.layer = layer
+        self.layer = layer  # first part of the sites' names; may change between forwards
         left_out = {inner for one in without for inner in one.modules()}
         self.modules = [one for one in module.modules() if one not in left_out]
         self._stack: list[str] = []

@@ -1,11 +1,10 @@
 """Wrapper tensors: subclasses without memory of their own around plain ones (quantized values, their scales).
 
-Autograd saves such a tensor as one object. The hooks here take it apart by torch's flatten protocol, so that every
-inner tensor is kept, offloaded or recomputed by its own storage. Unpack rebuilds the same subclass, with the same
-metadata, around the tensors that came back.
+Autograd saves such a tensor as one object. The hooks take it apart by torch's flatten protocol, so that every inner
+tensor is kept, offloaded or recomputed by its own storage. Unpack rebuilds the subclass around the returned tensors.
 
-TransformerEngine's modules split most quantized tensors themselves and save their plain tensors. What reaches autograd
-whole are its cached weights, which must stay as they are, and what attention in 8 bits saves.
+TransformerEngine's modules split most quantized tensors themselves and save plain tensors. Only cached weights, which
+must stay as they are, and tensors of attention in 8 bits reach autograd whole.
 """
 
 from __future__ import annotations
@@ -22,26 +21,20 @@ from megatron.swap.profiling.saved_tensor_hooks import Hooks
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperRules:
-    """The wrapper tensors that may be taken apart; all others are kept whole.
+    """The wrapper tensors that may be taken apart; all others are kept whole."""
 
-    Attributes:
-        kinds: their classes. The classes rebuild themselves by ``__tensor_unflatten__``, whichever tensors are inside.
-        caches: returns the names of inner tensors that are computed from the others, or are out of date. They are kept:
-            their owner may drop or rebuild them at any time, so a copy would be wasted.
-    """
-
+    # Classes that rebuild themselves by `__tensor_unflatten__`, whichever tensors are inside.
     kinds: tuple[type[torch.Tensor], ...]
+    # Returns names of inner tensors that are computed from the others, or out of date. They are kept: their owner may
+    # drop or rebuild them at any time, so a copy would be wasted.
     caches: Callable[[torch.Tensor], Collection[str]] = lambda _: ()
 
     def take_apart(self, tensor: torch.Tensor, weight_shapes: Collection[torch.Size]) -> WrapperParts | None:
-        """Return the parts of ``tensor``; ``None``: it is kept whole.
-
-        Args:
-            weight_shapes: shapes of the layer's weights. A wrapper of such a shape is a quantized weight that its
-                module caches and updates in place, or may be one: it is kept whole.
-        """
+        """Return the parts of ``tensor``, or None if it is kept whole."""
         if not isinstance(tensor, self.kinds) or isinstance(tensor, torch.nn.Parameter):
             return None
+        # A wrapper with a shape of the layer's weights may be a quantized weight that its module caches and updates in
+        # place.
         if tensor.shape in weight_shapes or not is_traceable_wrapper_subclass(tensor):
             return None
         names, context = tensor.__tensor_flatten__()
@@ -53,22 +46,14 @@ class WrapperRules:
 
 @dataclass(frozen=True, slots=True)
 class WrapperParts:
-    """A wrapper tensor taken apart.
-
-    Attributes:
-        kind: its class.
-        inner: its inner tensors by name.
-        context: what its class needs beside them.
-        shape, stride: its own.
-        caches: names of the inner tensors that are caches.
-    """
+    """A wrapper tensor taken apart."""
 
     kind: Any
     inner: dict[str, torch.Tensor]
-    context: Any
-    shape: torch.Size
+    context: Any  # needed by the class beside `inner`
+    shape: torch.Size  # of the wrapper, as is the stride
     stride: tuple[int, ...]
-    caches: Collection[str]
+    caches: Collection[str]  # names of the inner tensors that are caches
 
 
 @dataclass(frozen=True, slots=True)
