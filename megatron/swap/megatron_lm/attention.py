@@ -43,15 +43,9 @@ _DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 class SdpaCoreAttention(MegatronModule):
     """Softmax attention between queries, keys and values of shape [sequence, batch, heads, channels].
 
-    Args:
-        k_channels, v_channels: channels of a head, if keys and values differ (multi-latent attention).
-        deterministic: give the same result in every run, at some cost in speed.
-        use_given_mask: with causal attention, also apply a given mask (documents that must not see one another,
-            ``--reset-attention-mask``). Otherwise a given mask is assumed to be the causal one and ignored, as
-            TransformerEngine does, because no fused kernel takes an arbitrary mask without a loss of speed or memory.
-
-    Raises:
-        UsageError: the configuration needs a feature that these kernels do not have.
+    ``deterministic`` gives the same result in every run, at some cost in speed. Causal attention ignores a given mask
+    unless ``use_given_mask`` (``--reset-attention-mask``). Raises a ``UsageError`` if the configuration needs a feature
+    that these kernels lack.
     """
 
     def __init__(
@@ -76,6 +70,8 @@ class SdpaCoreAttention(MegatronModule):
         assert config.kv_channels is not None
         assert config.num_query_groups is not None
         self.attn_mask_type = attn_mask_type
+        # Without it a given mask is taken for the causal mask, as in TransformerEngine: no fused kernel takes an
+        # arbitrary mask without a loss of speed or memory.
         self.use_given_mask = use_given_mask
         self.deterministic = deterministic
         num_heads = divide(config.num_attention_heads, pg_collection.tp.size())
@@ -96,13 +92,9 @@ class SdpaCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Return the context, [sequence, batch, heads × value channels].
+        """Return the context, [sequence, batch, heads × value channels]. ``attention_mask`` is True where masked out.
 
-        Args:
-            attention_mask: True where attention is masked out.
-
-        Raises:
-            UsageError: packed sequences or a bias are given.
+        Raises a ``UsageError`` for packed sequences or a bias.
         """
         if packed_seq_params is not None:
             raise UsageError(
@@ -135,7 +127,7 @@ class SdpaCoreAttention(MegatronModule):
     def _allowed(
         self, query: Tensor, key: Tensor, attention_mask: Tensor | None, mask_type: AttnMaskType
     ) -> tuple[Tensor | None, bool]:
-        """Return PyTorch's arguments: a mask (True: attend) or ``None``, and whether attention is causal."""
+        """Return PyTorch's arguments: a mask (True: attend) or None, and whether attention is causal."""
         num_queries, num_keys = query.shape[0], key.shape[0]
         is_causal = mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if not is_causal:
@@ -165,12 +157,8 @@ def sdpa_layer_spec(
 ) -> Callable[..., ModuleSpec | TransformerBlockSubmodules]:
     """Make a ``GPTModelConfig.transformer_layer_spec`` whose local core attention is ``SdpaCoreAttention``.
 
-    Args:
-        deterministic, use_given_mask: as for ``SdpaCoreAttention``.
-        base: the spec to modify, or a function that returns it; default: Megatron's choice.
-
-    Returns:
-        A function of the model's config and virtual pipeline stage that returns the spec.
+    ``base`` is the spec to modify, or a function that returns it; by default Megatron's choice. Other arguments as for
+    ``SdpaCoreAttention``. The result is a function of the model's config and virtual pipeline stage.
     """
 
     def transformer_layer_spec(
@@ -187,10 +175,8 @@ def sdpa_layer_spec(
 
 
 def with_core_attention(spec: Any, core_attention: ModuleSpec) -> Any:
-    """Return a copy of ``spec`` with Megatron's local core attention replaced. Layers that use another one keep it.
-
-    Layers share spec objects, and so do models, so ``spec`` itself is not changed.
-    """
+    """Return a copy of ``spec`` with Megatron's local core attention replaced. Other core attention stays."""
+    # Layers share spec objects, and so do models: copy, do not change.
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [with_core_attention(layer, core_attention) for layer in spec.layer_specs or []]
         return dataclasses.replace(spec, layer_specs=layers)

@@ -19,6 +19,7 @@ from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.layer import check_stacks
 from megatron.swap.megatron_lm.optimizer_adapter import stepped_params, unchained
 
+# Attributes of Megatron's `TransformerConfig` with the names of flags. Older versions lack some.
 SAME_NAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size",
@@ -31,22 +32,18 @@ SAME_NAME = (
     "overlap_moe_expert_parallel_comm", "mlp_chunks_for_training", "gtp_weight_remat_size",
     "expert_gtp_weight_remat_size", "moe_paged_stash",
 )  # fmt: skip
-"""Attributes of Megatron's ``TransformerConfig`` that have the names of the flags. Older versions lack some."""
+# The same of its `OptimizerConfig`.
 OF_OPTIMIZER = (
     "optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload",
     "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype",
 )  # fmt: skip
-"""The same of its ``OptimizerConfig``."""
 
 
 def unwrapped(model: nn.Module | Iterable[nn.Module]) -> tuple[list[nn.Module], bool]:
     """Return this rank's model chunks without their wrappers, and whether any was wrapped for data parallelism.
 
-    Args:
-        model: a chunk, or several: those of the virtual pipeline stages, in their order.
-
-    Raises:
-        UsageError: a chunk has no ``TransformerBlock``, or its weights are sharded by FSDP.
+    ``model`` is a chunk, or several in the order of their virtual pipeline stages. Raises a ``UsageError`` if a chunk
+    has no ``TransformerBlock``, or if FSDP shards its weights.
     """
     is_one = isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList)
     chunks = list(model) if isinstance(model, Iterable) and not is_one else [model]
@@ -76,11 +73,7 @@ def unwrapped(model: nn.Module | Iterable[nn.Module]) -> tuple[list[nn.Module], 
 
 
 def check_optimizer(optimizer: Any, chunks: Sequence[nn.Module]) -> None:
-    """Refuse what is no optimizer of these chunks' parameters. ``None``: it is not given.
-
-    Raises:
-        UsageError: says what was given, and what to give.
-    """
+    """Raise a ``UsageError`` unless ``optimizer`` steps parameters of these chunks, or is None."""
     if optimizer is None:
         return
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
@@ -102,16 +95,10 @@ def check_optimizer(optimizer: Any, chunks: Sequence[nn.Module]) -> None:
 
 
 def facts_of(chunks: Sequence[nn.Module], optimizer: Any) -> MegatronFacts:
-    """Return the facts of a model that exists.
+    """Return the facts of a model that exists, from its ``chunks`` without wrappers and its optimizer, or None.
 
-    ``seq_length`` and ``micro_batch_size`` are 1, the least, until ``with_batch``: a model does not say them.
-
-    Args:
-        chunks: of this rank, without wrappers.
-        optimizer: Megatron's or torch's; ``None``: it is not known.
-
-    Raises:
-        UsageError: Megatron's process groups are not its global ones.
+    ``seq_length`` and ``micro_batch_size`` are 1, the least, until ``with_batch``: a model does not have them. Raises a
+    ``UsageError`` if Megatron's process groups are not its global ones.
     """
     if not parallel_state.is_initialized():
         raise UsageError(
@@ -153,10 +140,8 @@ def with_batch(facts: MegatronFacts, arguments: Sequence[Any], options: Mapping[
 
 
 def _of_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Return the facts about ``optimizer``; Megatron's defaults where it does not say them.
-
-    What a loop does between steps is not known here: the adapters refuse what their frameworks can do of it.
-    """
+    """Return the facts about ``optimizer``, and Megatron's defaults for the rest."""
+    # Work of a loop between steps is not known here: the adapters refuse such features of their frameworks.
     parts = list(unchained(optimizer)) if isinstance(optimizer, MegatronOptimizer) else []
     config = parts[0].config if parts else OptimizerConfig()
     return {name: getattr(config, name) for name in OF_OPTIMIZER}

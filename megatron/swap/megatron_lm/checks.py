@@ -17,7 +17,7 @@ from megatron.swap.profiling.profiler import NSYS
 
 
 def hybrid_pattern(facts: MegatronFacts) -> str | None:
-    """Return the flag that asks for a hybrid model, as it was given; ``None``: it was not."""
+    """Return the flag that asks for a hybrid model, as it was given, or None."""
     if facts.hybrid_override_pattern is not None:  # Megatron makes --hybrid-layer-pattern of its older spellings
         return f"--hybrid-override-pattern {facts.hybrid_override_pattern}"
     if facts.hybrid_layer_pattern is None:
@@ -29,10 +29,8 @@ def hybrid_pattern(facts: MegatronFacts) -> str | None:
 
 
 def check_settings(facts: MegatronFacts, settings: Settings) -> None:
-    """Refuse settings that are incompatible with this run of Megatron.
-
-    Raises:
-        UsageError: names the given flag, the flag it is incompatible with, and which one to drop.
+    """Raise a ``UsageError`` for settings that are incompatible with this run of Megatron. It names the flag to
+    drop.
     """
     parse_layers(settings.layers, facts.num_layers)
     if settings.plan is not None:
@@ -59,16 +57,14 @@ def check_settings(facts: MegatronFacts, settings: Settings) -> None:
 
 
 def device_memory_gib(facts: MegatronFacts, settings: Settings) -> float:
-    """Return the memory of this rank's device in GiB.
-
-    Without a GPU, host memory emulates the device: return its size, or ``cpu_memory_gib`` if that is less.
-    """
+    """Return the memory of this rank's device in GiB."""
+    # Without a GPU, host memory emulates the device: its size, or `cpu_memory_gib` if that is less.
     device = torch.device("cuda", facts.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     return memory_gib_of(device, settings.cpu_memory_gib)
 
 
 def recompute_kinds(facts: MegatronFacts, settings: Settings) -> tuple[str, ...]:
-    """Return the kinds of kernels whose outputs are recorded: those given, or all that a plan may refer to."""
+    """Return the kinds of kernels whose outputs are recorded: the given ones, or all that a plan may refer to."""
     plan = settings.plan
     wanted = settings.auto if plan is None else any(map(plan.recomputes_layer, plan.layers()))
     return tuple(kind for kind in PRODUCERS if wanted and can_recompute(facts, kind)) or settings.recompute

@@ -1,15 +1,15 @@
 """The output layer and the loss in chunks of the sequence: the logits of one chunk exist at a time.
 
 Forward computes the logits of a chunk, takes the chunk's losses from them, and drops them. Backward computes them again
-and turns them into gradients, chunk by chunk. That holds for any gradient of the losses, masked or weighted by token,
-and costs the output layer's product and the loss again. The last chunk's logits are kept from forward, since backward
-begins with them: of N chunks, N - 1 are computed twice, and one chunk is what Megatron computes, to the bit.
+and turns them into gradients, chunk by chunk. Any gradient of the losses works, masked or weighted by token. The cost
+is a second product of the output layer and a second loss. Forward keeps the last chunk's logits, with which backward
+begins: of N chunks, N - 1 are computed twice. One chunk equals Megatron's computation to the bit.
 
-Where the loss is Megatron's cross entropy of 16-bit logits, each token's maximum and sum are kept from forward too, so
-that backward computes the product and the gradient alone. Any other loss runs again, with a graph.
+For Megatron's cross entropy of 16-bit logits, forward also keeps each token's maximum and sum, so that backward
+computes only the product and the gradient. Any other loss runs again, with a graph.
 
-Gradients made in forward, as Liger Kernel does, would save the second product. They need the losses' gradients before
-there are any, or the gradient of the whole weight in single precision beside Megatron's.
+Gradients made in forward, as in Liger Kernel, would save the second product. They need the losses' gradients before
+these exist, or the gradient of the whole weight in single precision beside Megatron's.
 """
 
 from __future__ import annotations
@@ -30,26 +30,19 @@ LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """Megatron's output layer and loss, and how many chunks they run in.
+    """Megatron's output layer and loss, and the number of chunks that they run in."""
 
-    Attributes:
-        module: a ``ColumnParallelLinear``.
-        loss_of: returns the losses (micro-batch, tokens) of labels (micro-batch, tokens) and logits (tokens,
-            micro-batch, vocabulary of this rank).
-        num_chunks: most chunks of the sequence; a chunk has at least one token.
-        is_cross_entropy: ``loss_of`` is Megatron's cross entropy, as ``cross_entropy.py`` computes it.
-        scale: factor of the logits.
-    """
-
-    module: Any
+    module: Any  # a ColumnParallelLinear
+    # Labels (micro-batch, tokens) and logits (tokens, micro-batch, vocabulary of this rank) -> losses (micro-batch,
+    # tokens).
     loss_of: LossOf
-    num_chunks: int
-    is_cross_entropy: bool = False
-    scale: float = 1.0
+    num_chunks: int  # most chunks of the sequence; a chunk has at least one token
+    is_cross_entropy: bool = False  # `loss_of` is Megatron's cross entropy, as cross_entropy.py computes it
+    scale: float = 1.0  # factor of the logits
 
     @property
     def num_blocks(self) -> int:
-        """Ranks whose parts of the sequence are gathered: with sequence parallelism, those of the tensor group."""
+        """Ranks whose parts of the sequence are gathered: with sequence parallelism, all ranks of the tensor group."""
         return int(self.module.tp_group.size()) if self.module.sequence_parallel else 1
 
     def chunks(self, num_tokens: int) -> list[slice]:
@@ -115,7 +108,7 @@ class _Losses:
 
 
 class _Logits(torch.autograd.Function):
-    """The product whose gradient is handed out: the caller computes those of its factors."""
+    """The product without the gradients of its factors: the caller gets the product's gradient, and computes them."""
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, found: list[Any]) -> Any:
@@ -134,10 +127,8 @@ def chunked_losses(
 ) -> torch.Tensor:
     """Return the losses (micro-batch, tokens).
 
-    Args:
-        hidden: (tokens of this rank, micro-batch, width).
-        weight: of the output layer, or the embedding's if the two are tied.
-        labels: (micro-batch, tokens), of all ranks that share the sequence by sequence parallelism.
+    ``hidden``: (tokens of this rank, micro-batch, width). ``weight``: of the output layer, or the tied embedding's.
+    ``labels``: (micro-batch, tokens), of all ranks that share the sequence by sequence parallelism.
     """
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     by_statistics = output.is_cross_entropy and weight.element_size() < 4 and hidden.dtype == weight.dtype
@@ -233,12 +224,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """The gradients of hidden states and weight, as chunks are added.
-
-    Args:
-        ctx: of a function whose first arguments are hidden states and weight.
-        hidden, weight: its saved tensors.
-    """
+    """The gradients of hidden states and weight, the first inputs of the function of ``ctx``, as chunks are added."""
 
     def __init__(self, ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         self._output: OutputLayer = ctx.output
@@ -258,6 +244,7 @@ class _Gradients:
             wait = _add_hidden(self._output, of_logits.matmul(self._weight), self._of_hidden[chunk])
         if self._of_weight is not None:  # beside the communication of the hidden states' gradient
             self._of_weight.add(total, of_logits)
+        # Wait for the sum over ranks, which ran beside the weight's product.
         if wait is not None:
             wait()
 

@@ -1,11 +1,11 @@
 """Cross entropy in chunks of about a thousand tokens: the logits never exist as a whole in single precision.
 
 Megatron copies 16-bit logits in single precision, exponentiates the copy and saves it. The copy is twice as large as
-the logits, and it exists around the loss, where a step's peak usually is. Here the logits themselves are saved, with
-each token's maximum and sum. Backward recomputes the softmax chunk by chunk, and overwrites the logits with the
-gradient. Each element goes through the same operations in the same order, so losses and gradients equal Megatron's to
-the bit. Liger Kernel (https://arxiv.org/abs/2410.10989) also overwrites the logits, but computes the gradient in
-forward.
+the logits and exists around the loss, where a step's peak usually is. Here the logits themselves are saved, with each
+token's maximum and sum. Backward recomputes the softmax chunk by chunk, and overwrites the logits with the gradient.
+
+Each element goes through the same operations in the same order, so losses and gradients equal Megatron's to the bit.
+Liger Kernel (https://arxiv.org/abs/2410.10989) also overwrites the logits, but computes the gradient in forward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from megatron.swap.common.types import LOSS_ROWS
 from megatron.swap.megatron_lm import loss_kernels
 
+# References to the logits' storage in backward if it is not shared: our alias, and its Python object.
 NUM_OWN_REFERENCES = 2
-"""References to the logits' storage in backward if it is not shared: our alias, and its Python object."""
 
 Function = Callable[..., torch.Tensor]
 
@@ -30,22 +30,19 @@ def chunked_cross_entropy(original: Function) -> Function:
     """Return a function with the signature of ``original``, Megatron's ``vocab_parallel_cross_entropy``.
 
     It calls ``original`` for smoothed labels, and for logits in single precision, which ``original`` overwrites.
-    ``original`` takes no ``tp_group`` before megatron-core 0.19, where every call means Megatron's own group.
     """
 
     def cross_entropy(
         vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, tp_group: Any = None
     ) -> torch.Tensor:
-        """Return losses (sequence, micro-batch) in single precision.
+        """Return losses (sequence, micro-batch) in single precision. ``target``: token ids, (sequence, micro-batch).
 
-        Args:
-            vocab_parallel_logits: (sequence, micro-batch, vocabulary of this rank).
-            target: token ids, (sequence, micro-batch).
-            label_smoothing: 0 to 1; 0: none.
-            tp_group: ranks that share the vocabulary; ``None``: Megatron's tensor-parallel group.
+        ``vocab_parallel_logits``: (sequence, micro-batch, vocabulary of this rank). ``tp_group``: the ranks that share
+        the vocabulary; None for Megatron's tensor-parallel group.
         """
         logits = vocab_parallel_logits
         if logits.element_size() >= 4 or label_smoothing or not logits.is_contiguous():
+            # Before megatron-core 0.19 `original` takes no `tp_group`: every call means Megatron's own group.
             return original(logits, target, label_smoothing, **({} if tp_group is None else {"tp_group": tp_group}))
         group = get_tensor_model_parallel_group() if tp_group is None else tp_group
         return _CrossEntropy.apply(logits, target, group)
@@ -74,28 +71,18 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class Statistics(NamedTuple):
-    """Figures of each token that backward needs besides the logits.
+    """Figures of each token that backward needs besides the logits."""
 
-    Attributes:
-        largest: the largest logit of all ranks.
-        total: the sum of the exponentials of all logits less the largest.
-        word: the target's place among this rank's words; 0 if it is another rank's.
-        elsewhere: whether it is another rank's.
-    """
-
-    largest: torch.Tensor
-    total: torch.Tensor
-    word: torch.Tensor
-    elsewhere: torch.Tensor
+    largest: torch.Tensor  # the largest logit of all ranks
+    total: torch.Tensor  # sum of the exponentials of all logits less the largest
+    word: torch.Tensor  # the target's place among this rank's words; 0 if another rank has it
+    elsewhere: torch.Tensor  # whether another rank has it
 
 
 def losses_of(logits: torch.Tensor, target: torch.Tensor, group: Any) -> tuple[torch.Tensor, Statistics]:
-    """Return the losses, in the shape of ``target``, and the statistics of all tokens.
+    """Return the losses, in the shape of ``target`` (token ids), and the statistics of all tokens.
 
-    Args:
-        logits: (…, vocabulary of this rank), contiguous, of 16 bits.
-        target: token ids.
-        group: ranks that share the vocabulary.
+    ``logits``: (…, vocabulary of this rank), contiguous, of 16 bits. ``group``: ranks that share the vocabulary.
     """
     rows = logits.view(-1, logits.size(-1))
     first_word = torch.distributed.get_rank(group) * rows.size(-1)
@@ -120,13 +107,7 @@ def losses_of(logits: torch.Tensor, target: torch.Tensor, group: Any) -> tuple[t
 def write_gradients(
     logits: torch.Tensor, statistics: Statistics, loss_gradient: torch.Tensor, gradient: torch.Tensor
 ) -> None:
-    """Write the gradient of ``logits`` into ``gradient``, which may be the logits.
-
-    Args:
-        logits: as for ``losses_of``.
-        statistics: those that it returned.
-        loss_gradient: gradient of each loss.
-    """
+    """Write the gradient of ``logits`` into ``gradient``, which may be the logits. Arguments: see ``losses_of``."""
     rows, gradient_rows = logits.view(-1, logits.size(-1)), gradient.view(-1, logits.size(-1))
     largest, total, word, elsewhere = statistics
     factor, here = loss_gradient.reshape(-1).contiguous(), 1.0 - elsewhere.float()
@@ -153,12 +134,10 @@ def _exponentials(rows: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(rows: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of at least ``LOSS_ROWS`` rows each, unless there are fewer.
-
-    With fewer rows, sums would differ in their last bits: if rows do not fill a GPU, torch splits the sum of a row
-    among thread blocks, which adds in another order. It does so up to four blocks of 512 threads for each
-    multiprocessor, and no GPU has 256 multiprocessors.
-    """
+    """Yield slices of at least ``LOSS_ROWS`` rows each, unless there are fewer."""
+    # Sums of fewer rows differ in their last bits. If rows do not fill a GPU, torch splits the sum of a row among
+    # thread blocks, which adds in another order: up to four blocks of 512 threads a multiprocessor, of which no GPU has
+    # 256.
     num_chunks = max(1, len(rows) // LOSS_ROWS)
     for i in range(num_chunks):
         yield slice(i * len(rows) // num_chunks, (i + 1) * len(rows) // num_chunks)

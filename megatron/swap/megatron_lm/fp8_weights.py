@@ -1,8 +1,8 @@
 """Linear layers in 8 bits that keep no copies of their weights.
 
 TransformerEngine makes two 8-bit layouts of each weight in the first micro-batch of a step and keeps them. Under FSDP2
-it does not: forward makes the layout that it reads, and backward makes its own from the parameter. That is what layers
-do here, without FSDP2. A weight does not change within a step, so its copies are equal to the bit.
+forward makes only the layout that it reads, and backward makes its own from the parameter. Layers do so here, without
+FSDP2. A weight does not change within a step, so its copies are equal to the bit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.patches import registry, te_restored_weight
 
 PACKAGE = "transformer_engine.pytorch"
-FLAG = "_is_fsdp2"
-"""Attribute of TransformerEngine's modules that says whether FSDP2 has wrapped them. Each forward reads it."""
+FLAG = "_is_fsdp2"  # Attribute of TransformerEngine's modules: whether FSDP2 has wrapped them. Each forward reads it.
 
 
 def can_drop(fuses_gradients: bool) -> bool:
@@ -37,13 +36,9 @@ def _has_flag() -> bool:
 
 
 def recompute_weights(chunk: nn.Module) -> Callable[[], None]:
-    """Let the linear layers of ``chunk`` make the 8-bit layouts of their weights where they read them.
+    """Let the linear layers of ``chunk`` make the 8-bit layouts of their weights at each read. Return an undo function.
 
-    Returns:
-        A function that lets them keep copies again.
-
-    Raises:
-        UsageError: the installed TransformerEngine always keeps them.
+    Raises a ``UsageError`` if the installed TransformerEngine always keeps them.
     """
     if not _has_flag():
         raise UsageError("--swap-fp8-weights recompute needs transformer_engine>=2.17. Update it, or choose keep.")

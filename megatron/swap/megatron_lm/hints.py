@@ -45,28 +45,17 @@ from megatron.swap.patches import linear_weight_gradients, registry
 
 @dataclass(frozen=True)
 class Built:
-    """A model that exists already: its chunks on this rank without wrappers, and its optimizer or ``None``.
+    """A model that exists already."""
 
-    ``is_wrapped``: wrappers for data parallelism are around it.
-    """
-
-    chunks: list[nn.Module]
-    optimizer: Any
-    is_wrapped: bool
+    chunks: list[nn.Module]  # on this rank, without wrappers
+    optimizer: Any  # or None
+    is_wrapped: bool  # for data parallelism
 
 
 class MegatronHints(ModelHints):
     """Answers about a model of Megatron.
 
-    Args:
-        facts: of the model.
-        settings: of the run.
-        memory: what the model needs beside what there is.
-        built: the model; ``None``: Megatron's trainer will build it, and has patched Megatron itself.
-
-    Attributes:
-        facts: as far as they are known now.
-        lacks_fusion: gradients would be lost if gradient accumulation were fused.
+    Without ``built``, Megatron's trainer will build the model, and has patched Megatron itself.
     """
 
     remedy = ""  # Megatron's flags
@@ -77,8 +66,8 @@ class MegatronHints(ModelHints):
         self, facts: MegatronFacts, settings: Settings, memory: MemoryCheck, built: Built | None = None
     ) -> None:
         super().__init__(None, ())
-        self.facts = facts
-        self.lacks_fusion = False
+        self.facts = facts  # as far as they are known now
+        self.lacks_fusion = False  # gradients would be lost if gradient accumulation were fused
         self.recomputes_layers = can_recompute_layers(facts)
         self.timeout_minutes = facts.distributed_timeout_minutes
         self.capacity, self.needs = memory.capacity, memory.line
@@ -128,13 +117,10 @@ class MegatronHints(ModelHints):
     # ------------------------------------------------------------------- when the model is there
 
     def prepare(self, chunks: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[list[Undo], str | None]]:
-        """Change the model as swapping needs it. Yield how to undo each change, and a line that tells of it.
+        """Change the model for swapping. Yield the undo functions of each change, and a line about it.
 
-        Raises:
-            UsageError: layers of the model are in a stack of another kind, the run plans itself and the model has
-                several stacks of layers, the model's loss does not run in chunks, or the model fuses gradient
-                accumulation in a Megatron where that loses gradients.
-            PatchError: this Megatron lacks what the settings need.
+        Raises a ``UsageError`` if the model cannot be swapped as the settings ask, and a ``PatchError`` if this
+        Megatron lacks a symbol that they need.
         """
         if self._built is not None:
             own = [has_own_checkpointed_forward(block) for chunk in chunks for block in blocks_of(chunk)]
@@ -177,11 +163,7 @@ class MegatronHints(ModelHints):
         return pipeline_rank()
 
     def first_forward(self, arguments: Sequence[Any], options: Mapping[str, Any], settings: Settings) -> None:
-        """Note the size of the batch.
-
-        Raises:
-            UsageError: the plan is another model's.
-        """
+        """Note the size of the batch. Raises a ``UsageError`` if the plan is another model's."""
         self.facts = with_batch(self.facts, arguments, options)
         if (plan := settings.plan) is not None:
             check_model(plan, self.describe(), f"plan {plan.file}")
@@ -199,5 +181,5 @@ class MegatronHints(ModelHints):
         return nullcontext() if self._bound is None else self._bound.around_checkpointed_forward(block)
 
     def recomputer(self) -> Recomputer | None:
-        """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
+        """Return the recomputer of this rank; None before the model is built, or if nothing is recomputed."""
         return None if self._engine is None else self._engine.recomputer

@@ -45,7 +45,7 @@ from megatron.swap.megatron_lm.producers import Producers
 
 
 def known_modules() -> list[str]:
-    """Return the submodule names that ``--swap-modules`` may use: those in the specs of the installed megatron-core."""
+    """Return the submodule names that ``--swap-modules`` may use, from the specs of the installed megatron-core."""
     names = {OWN_PATH, CHECKPOINT_PATH}
     for spec in (
         TransformerLayerSubmodules,
@@ -60,16 +60,8 @@ def known_modules() -> list[str]:
 
 
 def check_stacks(chunks: Sequence[nn.Module]) -> None:
-    """Refuse a model with Megatron's layers in a stack that is no ``TransformerBlock``: they would not be swapped.
-
-    Hybrid models have such a stack; so has a multimodal model, beside the block of its vision model.
-
-    Args:
-        chunks: this rank's part of the model.
-
-    Raises:
-        UsageError: names the stack.
-    """
+    """Raise a ``UsageError`` if a stack of Megatron's layers is no ``TransformerBlock``: it would not be swapped."""
+    # Hybrid models have such a stack; so has a multimodal model, beside the block of its vision model.
     for chunk in chunks:
         for name, module in chunk.named_modules():
             layers = module._modules.get("layers")
@@ -83,14 +75,7 @@ def check_stacks(chunks: Sequence[nn.Module]) -> None:
 
 
 def check_one_stack(chunks: Sequence[nn.Module]) -> None:
-    """Refuse to plan a model with several stacks of layers, whose numbers repeat: a plan names layers by number.
-
-    Args:
-        chunks: this rank's part of the model.
-
-    Raises:
-        UsageError: two layers of the model have one number.
-    """
+    """Raise a ``UsageError`` if two layers have one number (several stacks): a plan names layers by number."""
     stacks = {
         name: [layer.layer_number - 1 for layer in module.layers]
         for chunk in chunks for name, module in chunk.named_modules()
@@ -108,12 +93,9 @@ def check_one_stack(chunks: Sequence[nn.Module]) -> None:
 class MegatronLayers(Layers):
     """The boundaries around Megatron's layers of this rank.
 
-    Args:
-        saved_tensors: the engine's hooks.
-        policy: chooses the layers that offload and recompute.
-        modules: patterns of the submodules that are swapped.
-        producers: makes kernels record their outputs; ``None``: nothing is recomputed.
-        errors: as in ``Layers``.
+    ``policy`` chooses the layers that offload and recompute, ``modules`` are patterns of the submodules that are
+    swapped. Nothing is recomputed without ``producers``, which make kernels record their outputs. ``errors`` is as in
+    ``Layers``.
     """
 
     def __init__(
@@ -133,9 +115,8 @@ class MegatronLayers(Layers):
     def add(self, chunk: nn.Module) -> None:
         """Put boundaries around all layers of ``chunk``, one stage of the model.
 
-        Raises:
-            UsageError: a pattern in ``modules`` names no submodule of any layer of this chunk, or layers are to be
-                recomputed by a checkpoint that is not Megatron's.
+        Raises a ``UsageError`` if a pattern in ``modules`` names no submodule of any layer of this chunk, or if a
+        checkpoint that is not Megatron's would recompute layers.
         """
         ends_in_loss = bool(getattr(chunk, "post_process", True))
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
@@ -202,12 +183,7 @@ class CheckpointedSegments:
     """Groups for full recomputation: the inputs that a block's ``CheckpointFunction`` saves, segment by segment.
 
     Megatron saves a segment's input outside any layer's boundary, right after the segment's layers have run without
-    gradients. These runs show which layers the segment has. Its site is that of its first layer,
-    ``layers.N/checkpoint/0``.
-
-    Args:
-        saved_tensors: the engine's hooks.
-        positions: positions of the block's layers, by layer number.
+    gradients: these runs show the segment's layers. Its site is its first layer's, ``layers.N/checkpoint/0``.
     """
 
     def __init__(self, saved_tensors: SavedTensors, positions: dict[int, LayerPosition]) -> None:
@@ -253,9 +229,9 @@ class CheckpointedSegments:
         self._num_saved = 0
 
 
+# A block's method for full recomputation, in megatron-core before 0.18 and in subclasses of mcore-bridge. From 0.18 on
+# Megatron's block calls a function instead, which a patch reaches.
 OWN_CHECKPOINTED_FORWARD = "_checkpointed_forward"
-"""A block's method for full recomputation, in megatron-core before 0.18 and in subclasses of mcore-bridge. From 0.18 on
-Megatron's block calls a function instead, which a patch reaches."""
 
 
 def has_own_checkpointed_forward(block: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """The checkpoint that runs a whole layer again in backward: Megatron's, or TransformerEngine's in 8 bits.
 
-Megatron's restores random states. TransformerEngine's restores the recipe too, which nobody has switched on in
-backward, and with delayed scaling the scales of forward; histories get no value twice. Megatron uses it in 8 bits.
+Megatron's restores random states. TransformerEngine's also restores the recipe, which is off in backward, and with
+delayed scaling the scales of forward; histories get no value twice. Megatron itself uses it in 8 bits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, te_checkpoint
 from megatron.swap.common.types import UsageError
 from megatron.swap.forecast.facts import MegatronFacts
 
-Checkpoint = Callable[..., Any]
-"""Calls a function with tensors, and again in backward."""
+Checkpoint = Callable[..., Any]  # Calls a function with tensors, and again in backward.
 
 
 def can_recompute_layers(facts: MegatronFacts) -> bool:
@@ -28,11 +27,7 @@ def can_recompute_layers(facts: MegatronFacts) -> bool:
 
 
 def layer_checkpoint(number: int, config: Any) -> Checkpoint:
-    """Return the checkpoint for layer ``number``, whose configuration is Megatron's ``config``.
-
-    Raises:
-        UsageError: there is none for this layer.
-    """
+    """Return the checkpoint for layer ``number`` with Megatron's ``config``. Raises a ``UsageError`` if it has none."""
     if config.fp4:
         raise UsageError(
             f"layer {number} is to be recomputed whole, with --fp4-format {config.fp4}: values that are rounded at "
@@ -45,17 +40,14 @@ def layer_checkpoint(number: int, config: Any) -> Checkpoint:
 
 
 def check_full_recomputation(config: Any) -> None:
-    """Refuse Megatron's full recomputation by a checkpoint that is not Megatron's.
-
-    Raises:
-        UsageError: its backward was replaced.
-    """
+    """Raise a ``UsageError`` for Megatron's full recomputation by a checkpoint whose backward was replaced."""
     if not config.fp8 and not config.fp4:
         _check_megatrons("full recomputation (recompute_granularity)")
 
 
 def has_megatrons_checkpoint() -> bool:
-    """Return whether Megatron's checkpoint is its own. verl replaces its backward by one that empties saved inputs."""
+    """Return whether Megatron's checkpoint is its own."""
+    # Verl replaces the checkpoint's backward by a function that empties saved inputs.
     return tensor_parallel.random.CheckpointFunction.backward.__module__.startswith("megatron.core.")
 
 

@@ -41,7 +41,7 @@ def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def make_layer_spec(layer_spec: Any, config: Any, vp_stage: int | None) -> Any:
-    """Return ``layer_spec``, or if it is a function what it returns for ``config``; it may also take ``vp_stage``."""
+    """Return ``layer_spec``, or its result for ``config`` (and ``vp_stage``, if it takes it) if it is a function."""
     if isinstance(layer_spec, ModuleSpec) or not callable(layer_spec):
         return layer_spec
     if "vp_stage" in inspect.signature(layer_spec).parameters:

@@ -17,15 +17,10 @@ def least_saved_bytes(
     min_bytes: float = 0.0,
     inputs_alone: bool = False,
 ) -> int:
-    """Return a lower bound of the bytes that layers save in one micro-batch on this rank.
+    """Return a lower bound of the bytes that ``num_layers`` layers save in one micro-batch on this rank.
 
-    The shapes give norm inputs and outputs, q, k, v, attention output and MLP activations.
-
-    Args:
-        num_layers: layers that count.
-        recompute: kinds of kernels whose outputs are recomputed (``--swap-recompute``).
-        min_bytes: smaller tensors do not count.
-        inputs_alone: count the inputs of layers only, because more is not known.
+    The shapes give norm inputs and outputs, q, k, v, attention output and MLP activations. Outputs of the kinds in
+    ``recompute`` and tensors below ``min_bytes`` do not count. ``inputs_alone`` counts only the inputs of layers.
     """
     element_bytes = 2 if facts.bf16 or facts.fp16 else 4
     tensor_parallel = facts.tensor_model_parallel_size
@@ -52,7 +47,7 @@ def least_saved_bytes(
 
 
 def least_host_bytes(settings: Settings, facts: MegatronFacts) -> int:
-    """Return a lower bound of the activations' bytes on this rank; 0: unknown."""
+    """Return a lower bound of the activations' bytes on this rank, or 0 if it is unknown."""
     if settings.plan is None:
         return _least_saved_bytes(settings, facts)
     if facts.pipeline_model_parallel_size > 1 or settings.prefetch_gib is not None:
@@ -61,13 +56,10 @@ def least_host_bytes(settings: Settings, facts: MegatronFacts) -> int:
 
 
 def _least_saved_bytes(settings: Settings, facts: MegatronFacts) -> int:
-    """Return a lower bound of the bytes that the swapped layers save in one micro-batch on this rank; 0: unknown.
-
-    Tensors below ``--swap-min-mib`` do not count. The bound serves to reserve host memory early and to refuse a run
-    that cannot fit; more is reserved when it is needed.
-    """
+    """Return a lower bound of the bytes that swapped layers save in one micro-batch on this rank, or 0: unknown."""
     if settings.modules or settings.prefetch_gib or facts.fp8 or facts.recompute_granularity == "selective":
         return 0
+    # Serves to reserve host memory early and to refuse a run that cannot fit. More is reserved on demand.
     num_swapped = len(parse_layers(settings.layers, facts.num_layers))
     layers_here = max(0, num_swapped // facts.pipeline_model_parallel_size - 2)  # the trailing layers are kept
     return least_saved_bytes(facts, layers_here, settings.recompute, min_bytes=settings.min_mib * MIB)

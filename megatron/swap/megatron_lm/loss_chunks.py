@@ -1,8 +1,8 @@
 """``--swap-loss-chunks``: a model's output layer and loss in chunks of the sequence.
 
-Megatron's models call their output layer, then ``compute_language_model_loss`` with what it returned; heads for later
-tokens do the same. Both are overridden on the model that trains, so no upstream symbol is patched, and every version
-fits. In between stands a ``DeferredLogits``, which is no tensor: the loss asks it for losses.
+Megatron's models call their output layer, then ``compute_language_model_loss`` with its result; heads for later tokens
+do the same. Both are overridden on the model that trains, so no upstream symbol is patched, and every version fits.
+Between them passes a ``DeferredLogits``, which is no tensor: the loss asks it for losses.
 """
 
 from __future__ import annotations
@@ -23,21 +23,14 @@ from megatron.swap.megatron_lm import cross_entropy
 from megatron.swap.megatron_lm.chunked_output import OutputLayer, chunked_losses
 
 FLAG = "--swap-loss-chunks"
-LOSS = "compute_language_model_loss"
-"""The method of Megatron's language models that takes labels and logits."""
+LOSS = "compute_language_model_loss"  # The method of Megatron's language models that takes labels and logits.
 
 
 class DeferredLogits:
-    """The logits of a forward pass, before anybody has computed them.
+    """The logits of a forward pass, not computed yet: the output layer's ``hidden`` input and ``weight``.
 
     The model's loss, the largest logit and its index are computed in chunks, and the shape is known. Without gradients,
-    any other use computes the whole.
-
-    Args:
-        output: the output layer.
-        hidden: its input.
-        weight: its weight, or the embedding's.
-        whole: computes all logits.
+    any other use computes the ``whole``.
     """
 
     def __init__(
@@ -76,16 +69,12 @@ class DeferredLogits:
         return self._joined([one.values for one in found]), self._joined([one.indices for one in found])
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the results (tokens, micro-batch) of all chunks, whose tokens are those of several ranks in turn."""
+        """Join the results (tokens, micro-batch) of all chunks, each with tokens of several ranks in turn."""
         blocks = [part.unflatten(0, (self._output.num_blocks, -1)) for part in parts]
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
     def _all(self, use: str) -> torch.Tensor:
-        """Return the whole logits.
-
-        Raises:
-            UsageError: gradients would be taken through them.
-        """
+        """Return the whole logits, or raise a ``UsageError`` if gradients would be taken through them."""
         if torch.is_grad_enabled():
             raise UsageError(
                 f"{FLAG}: this model uses its logits ({use}) outside its own loss, so they must exist as a whole in "
@@ -112,14 +101,10 @@ class DeferredLogits:
 
 
 def chunk_loss(model: nn.Module, num_chunks: Callable[[], int]) -> Callable[[], None]:
-    """Let ``model`` compute its output layer and loss in chunks from the next forward on. Return what undoes that.
+    """Let ``model`` compute its output layer and loss in chunks from the next forward on. Return an undo function.
 
-    Args:
-        model: a chunk of this rank, without wrappers; without an output layer nothing is done.
-        num_chunks: returns the number of chunks; asked when the first logits are due.
-
-    Raises:
-        UsageError: this model's output layer or loss is not one that runs in chunks; the message says why.
+    A ``model`` without an output layer stays as it is. ``num_chunks`` is called when the first logits are due. Raises a
+    ``UsageError`` if the output layer or the loss cannot run in chunks.
     """
     if not getattr(model, "post_process", True):
         return _nothing
@@ -155,11 +140,7 @@ def is_cross_entropy(model: Any) -> bool:
 
 
 def checked_output(model: nn.Module) -> ColumnParallelLinear:
-    """Return the output layer of ``model``.
-
-    Raises:
-        UsageError: the layer or the loss does not run in chunks; the message says why.
-    """
+    """Return the output layer of ``model``, or raise a ``UsageError`` if the layer or the loss cannot run in chunks."""
     layer, name = getattr(model, "output_layer", None), type(model).__name__
     if not callable(getattr(model, LOSS, None)) or layer is None:
         missing = "output_layer" if layer is None else LOSS

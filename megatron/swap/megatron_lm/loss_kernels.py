@@ -1,8 +1,8 @@
 """CUDA kernels for cross entropy that read each logit once, compiled by torch at their first use.
 
-Where they do not apply, ``cross_entropy.py`` uses several passes of torch's kernels. Both give the same bits: the same
-operations on each element in the same order, with ``expf`` and division as torch compiles them. Compiling needs NVRTC,
-which comes with torch, and the headers of a CUDA toolkit. If they are missing, a warning says so.
+Elsewhere ``cross_entropy.py`` uses several passes of torch's kernels. Both give the same bits: the same operations on
+each element in the same order, with ``expf`` and division as torch compiles them. Compilation needs NVRTC, which comes
+with torch, and the headers of a CUDA toolkit. A warning says so if they are missing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 
 from megatron.swap.common.rounding import ceil_div
 
-LOGITS_PER_THREAD = 8
-"""Logits that a thread reads at once: 16 bytes."""
+LOGITS_PER_THREAD = 8  # 16 bytes: read at once
 THREADS_PER_BLOCK = 256
 SOURCE = """
 __device__ float single(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
@@ -69,23 +68,18 @@ extern "C" __global__ void gradients(
 
 
 class Kernels(NamedTuple):
-    """The compiled kernels. Tensors are contiguous and on one device, in single precision unless said otherwise.
+    """The compiled kernels. Tensors are contiguous and on one device, in single precision unless said otherwise."""
 
-    Attributes:
-        exponentials: ``exponentials(logits, largest, results)``: exponentials of logits less their row's maximum.
-        gradients: ``gradients(logits, largest, total, word, here, factor, results)``: gradients of logits, where
-            ``word`` is int64 and ``results`` may be the logits.
-    """
-
+    # (logits, largest, results): exponentials of logits less their row's maximum.
     exponentials: Callable[..., None]
+    # (logits, largest, total, word, here, factor, results): gradients of logits. `word` is int64, `results` may be the
+    # logits.
     gradients: Callable[..., None]
 
 
 def kernels_for(logits: torch.Tensor) -> Kernels | None:
-    """Return kernels for ``logits`` (tokens, vocabulary); ``None``: use torch's kernels.
-
-    They take bfloat16 on CUDA, in rows of a multiple of ``LOGITS_PER_THREAD``, at an aligned address.
-    """
+    """Return kernels for ``logits`` (tokens, vocabulary), or None if torch's must be used."""
+    # Each thread reads `LOGITS_PER_THREAD` logits at an aligned address.
     fits = logits.is_cuda and logits.dtype is torch.bfloat16 and logits.size(-1) % LOGITS_PER_THREAD == 0
     return _compiled(logits.device) if fits and logits.data_ptr() % 16 == 0 else None
 

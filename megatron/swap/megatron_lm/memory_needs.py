@@ -1,7 +1,7 @@
-"""Compares the memory that a run needs at least with the memory that there is, before the model is built.
+"""Compares the least memory that a run needs with the memory that exists, before the model is built.
 
-All figures are lower bounds from the flags: a run that fits is never refused. Where the formulas do not cover the model
-they count nothing.
+All figures are lower bounds from the flags: a run that fits is never refused. A model that the formulas do not cover
+counts as 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from megatron.swap.megatron_lm.checks import device_memory_gib
 from megatron.swap.megatron_lm.least_saved import least_saved_bytes
 from megatron.swap.memory.host_memory import HostCapacity, local_world_size, safe_host_bytes
 
-CLOSE = 0.75
-"""Fraction of the memory from which on the needs are called close: they are lower bounds."""
+CLOSE = 0.75  # fraction of the memory from which on the needs are called close: they are lower bounds
 
 
 class OutOfMemoryAhead(SwapError):
@@ -29,43 +28,28 @@ class OutOfMemoryAhead(SwapError):
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Lower bounds of one rank's memory, in bytes.
+    """Lower bounds of one rank's memory, in bytes."""
 
-    Attributes:
-        model_bytes: weights, gradients, and the optimizer state that is not offloaded.
-        activation_bytes: what one micro-batch saves and no disk can take. 0 on a GPU: it can be swapped.
-    """
-
-    model_bytes: int
+    model_bytes: int  # weights, gradients, and the optimizer state that is not offloaded
+    # Saved by one micro-batch, without bytes that a disk can take. 0 on a GPU: activations can be swapped.
     activation_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """Sum of all needs."""
         return self.model_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """The result of a check that has passed.
+    """The result of a check that has passed."""
 
-    Attributes:
-        line: what the run needs beside what there is; ``None``: the needs are not known.
-        capacity: the host's memory without what the model takes of it; ``None``: the model takes none.
-    """
-
-    line: str | None
-    capacity: HostCapacity | None
+    line: str | None  # needs beside available memory; None if the needs are not known
+    capacity: HostCapacity | None  # the host's memory less the model's part; None if the model takes none of it
 
 
 def check_memory(facts: MegatronFacts, settings: Settings) -> MemoryCheck:
-    """Compare what this rank needs with what there is.
-
-    Call it before any rank builds its model.
-
-    Raises:
-        OutOfMemoryAhead: it cannot fit.
-    """
+    """Compare this rank's needs with its memory, before any rank builds its model. Raises ``OutOfMemoryAhead``."""
     on_gpu = torch.cuda.is_available()
     needs = memory_needs(facts, settings, on_gpu=on_gpu)
     if on_gpu:
@@ -80,12 +64,7 @@ def check_memory(facts: MegatronFacts, settings: Settings) -> MemoryCheck:
 
 
 def needs_line(needs: MemoryNeeds, has_bytes: int, num_ranks: int = 1) -> str | None:
-    """Return what a run needs beside what there is; ``None``: the needs are not known.
-
-    Args:
-        has_bytes: memory of the device; without a GPU what is available on the host.
-        num_ranks: ranks that share it.
-    """
+    """Return a line with the needs beside ``has_bytes``, which ``num_ranks`` share, or None if unknown."""
     if not needs.model_bytes:
         return None
     line = f"at least {format_bytes(needs.model_bytes)} for model and optimizer"
@@ -98,11 +77,8 @@ def needs_line(needs: MemoryNeeds, has_bytes: int, num_ranks: int = 1) -> str | 
 
 
 def memory_needs(facts: MegatronFacts, settings: Settings, *, on_gpu: bool) -> MemoryNeeds:
-    """Return the needs of this rank.
-
-    Args:
-        on_gpu: whether swapped activations leave the memory that counts. Without a GPU they stay in it, except on disk.
-    """
+    """Return the needs of this rank."""
+    # Without a GPU swapped tensors stay in the memory that counts, except on disk.
     model_bytes = _model_bytes(facts, settings.offload_fraction if on_gpu or settings.disk_dir is not None else 0.0)
     activation_bytes = 0
     if not on_gpu and not facts.variable_seq_lengths and settings.disk_dir is None:
@@ -114,14 +90,7 @@ def memory_needs(facts: MegatronFacts, settings: Settings, *, on_gpu: bool) -> M
 
 
 def check_device(needs: MemoryNeeds, has_bytes: int) -> None:
-    """Refuse a model that does not fit the GPU, whatever is swapped.
-
-    Args:
-        has_bytes: the GPU's memory.
-
-    Raises:
-        OutOfMemoryAhead: it does not fit.
-    """
+    """Raise an ``OutOfMemoryAhead`` if the model does not fit into ``has_bytes`` of the GPU, whatever is swapped."""
     if needs.model_bytes > has_bytes:
         raise OutOfMemoryAhead(
             f"weights, gradients and optimizer state take at least {format_bytes(needs.model_bytes)} on each rank, and "
@@ -132,11 +101,8 @@ def check_device(needs: MemoryNeeds, has_bytes: int) -> None:
 
 
 def check_host(needs: MemoryNeeds, capacity: HostCapacity, facts: MegatronFacts) -> None:
-    """Refuse a run without a GPU that the host's memory cannot hold: the kernel would kill it without a message.
-
-    Raises:
-        OutOfMemoryAhead: it cannot.
-    """
+    """Raise an ``OutOfMemoryAhead`` if host memory cannot hold a run without a GPU."""
+    # The kernel would kill such a run without a message.
     ranks = capacity.local_world_size
     if needs.num_bytes * ranks <= capacity.available_bytes:
         return
@@ -156,7 +122,7 @@ def check_host(needs: MemoryNeeds, capacity: HostCapacity, facts: MegatronFacts)
 
 
 def _model_bytes(facts: MegatronFacts, offload_fraction: float) -> int:
-    """Return a lower bound of weights, gradients and kept optimizer state on this rank; 0: unknown."""
+    """Return a lower bound of weights, gradients and kept optimizer state on this rank, or 0 if it is unknown."""
     is_unusual = (
         facts.num_experts is not None, facts.multi_latent_attention, facts.fp8, facts.fp4, facts.use_megatron_fsdp,
         facts.use_torch_fsdp2, facts.init_model_with_meta_device, facts.skip_train, facts.freeze_all_layers,

@@ -45,7 +45,7 @@ class ModelEvents(Protocol):
         """Return the context for a block's forward with full recomputation."""
 
     def recomputer(self) -> Recomputer | None:
-        """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
+        """Return the recomputer of this rank; None before the model is built, or if nothing is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,8 @@ def patches_of_model(
 ) -> RunPatches:
     """Return the patches that a model's forward and backward need, and those that they use where they fit.
 
-    Args:
-        kinds: producers whose outputs may be recomputed, some of ``PRODUCERS``.
-        events: called by the patched functions.
-        patches_full: a block's full recomputation is Megatron's function, no method of the block.
+    The patched functions call ``events``. ``patches_full``: a block's full recomputation is Megatron's function, no
+    method of the block.
     """
     needs: list[Patch] = []
     optional: list[Patch] = []
@@ -97,11 +95,7 @@ def patches_of_model(
 
 
 def refuse_fusion(chunks: Sequence[Any]) -> None:
-    """Refuse a model that was configured before ``switch_fusion_off``.
-
-    Raises:
-        UsageError: its linear layers would lose gradients.
-    """
+    """Raise a ``UsageError`` for a model configured before ``switch_fusion_off``: it would lose gradients."""
     if any(chunk.config.gradient_accumulation_fusion for chunk in chunks):
         raise UsageError(
             "This model fuses gradient accumulation, and with this Megatron's linear layers its gradients would be "
@@ -125,14 +119,12 @@ def _producer_patches(kind: str, events: ModelEvents, *, with_te: bool) -> list[
 
 
 def _recorded(events: ModelEvents, producer: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``function`` and records its output with its inputs.
-
-    Upstream may call it before there is a model; until then nothing is recorded.
-    """
+    """Return a function that calls ``function`` and records its output with its inputs."""
 
     @functools.wraps(function)
     def recorded(*arguments: Any, **options: Any) -> Any:
         output = function(*arguments, **options)
+        # None while upstream calls it before there is a model.
         recomputer = events.recomputer()
         if recomputer is not None and torch.is_grad_enabled():
             recomputer.record(producer, function, arguments, options, output)

@@ -1,9 +1,9 @@
 """Adapts a Megatron optimizer to a step that runs bucket by bucket, and restores it afterwards.
 
-Megatron still computes gradients, their norm, clipping and loss scaling: these read only gradients, which are never
-offloaded. The adapter replaces the step of the inner optimizer (torch's or TransformerEngine's). It also replaces the
-copy of new main parameters to the model, which runs while the main parameters are on the device. Before a checkpoint is
-saved or loaded, offloaded state is materialized as tensors in host memory.
+Megatron still computes gradients, their norm, clipping and loss scaling, which read only gradients: these are never
+offloaded. The adapter replaces the step of the inner optimizer (torch's or TransformerEngine's), and the copy of new
+main parameters to the model, which runs while the main parameters are on the device. Before a checkpoint is saved or
+loaded, offloaded state is materialized as tensors in host memory.
 """
 
 from __future__ import annotations
@@ -36,50 +36,31 @@ from megatron.swap.optimizer.param_state import MAIN
 from megatron.swap.optimizer.partial_step import Table
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
 
+# Classes of elementwise optimizers, which may step slices of parameters.
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
-"""Class names of elementwise optimizers, which may step slices of parameters."""
+# Classes, or base classes, of optimizers that step each parameter as a whole, such as Muon.
 PARAMETERWISE = frozenset({"OrthogonalizedOptimizer", "SOAP"})
-"""Class names of optimizers, or of their base classes, that step each parameter as a whole, such as Muon."""
+# Moments of each parameter that the first step creates.
 NUM_MOMENTS = {"AdaptiveMuon": 2, "OrthogonalizedOptimizer": 1, "SOAP": 2}
-"""Number of moments that the first step of such an optimizer creates for each parameter."""
-MOMENT_BYTES = 4
-"""Most bytes of a moment per element of its parameter."""
+MOMENT_BYTES = 4  # most bytes of a moment per element of its parameter
 
-SCALES = "_scales"
-"""Attribute of TransformerEngine's Adam: scales by parameter and name."""
+SCALES = "_scales"  # attribute of TransformerEngine's Adam: scales by parameter and name
 
 _MISSING = object()
 
 
 class Override(NamedTuple):
-    """A method that is replaced while a Megatron optimizer is adapted.
+    """A method that is replaced while a Megatron optimizer is adapted."""
 
-    Attributes:
-        owner: the Megatron optimizer or its inner one.
-        method: the method's name.
-        handler: called instead, with the original method and then the caller's arguments.
-        is_for_saving: whether it stays replaced when training fails, so that state can still be saved.
-        reads_host: whether it stays replaced when training has ended and there is state in host memory.
-    """
-
-    owner: Any
+    owner: Any  # the Megatron optimizer or its inner one
     method: str
-    handler: Callable[..., Any]
-    is_for_saving: bool = False
-    reads_host: bool = False
+    handler: Callable[..., Any]  # called with the original method and the caller's arguments
+    is_for_saving: bool = False  # stays replaced when training fails, so that state can still be saved
+    reads_host: bool = False  # stays replaced when training has ended and state is in host memory
 
 
 class AdaptedOptimizer:
-    """A Megatron optimizer whose inner optimizer is stepped by ``stepper``, between ``install`` and ``remove``.
-
-    Args:
-        optimizer: a ``MegatronOptimizer`` that is not chained.
-        stepper: the stepper of its inner optimizer.
-
-    Attributes:
-        stepper: as given.
-        overrides: all replaced methods. A chained optimizer calls some checkpoint methods directly, so each is listed.
-    """
+    """A ``MegatronOptimizer``, not chained, whose inner optimizer is stepped by ``stepper`` while installed."""
 
     def __init__(self, optimizer: Any, stepper: OptimizerStepper) -> None:
         self.stepper = stepper
@@ -110,15 +91,12 @@ class AdaptedOptimizer:
                 Override(optimizer.optimizer, method, handler, is_for_saving=True, reads_host=True)
                 for method, handler in (("get_unscaled_state", self._unscaled), ("set_scaled_state", self._set_scaled))
             ]
+        # A chained optimizer calls some checkpoint methods directly, so each is listed.
         self.overrides = tuple(overrides)
 
     def install(self) -> None:
-        """Replace all methods of ``overrides``.
-
-        Raises:
-            UsageError: this Megatron lacks one of them; nothing was replaced. A renamed method would read offloaded
-                state.
-        """
+        """Replace all methods of ``overrides``, or none and raise a ``UsageError`` if this Megatron lacks one."""
+        # A renamed method would read offloaded state.
         for override in self.overrides:
             if not hasattr(override.owner, override.method):
                 raise UsageError(
@@ -135,7 +113,7 @@ class AdaptedOptimizer:
         self._give_back(self.overrides)
 
     def remove(self) -> None:
-        """Restore all methods; while there is state in host memory, not those that read it for a checkpoint.
+        """Restore all methods; while state is in host memory, keep those that read it for a checkpoint.
 
         State is not moved. Materialize it first to continue training.
         """
@@ -180,16 +158,13 @@ class AdaptedOptimizer:
         return original(*arguments, **options)
 
     def _copy_the_rest(self, original: Callable[..., Any]) -> None:
-        """Copy to the model only what is in 8 bits there: else each bucket was copied before it was offloaded again."""
+        """Copy to the model only its 8-bit parameters: buckets copied the others before they were offloaded again."""
         if has_quantized_params(self._optimizer):
             quantize_params(self._optimizer, self.stepper)
 
     def _copy_one_by_one(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Copy the model's parameters to the main ones one at a time, which gives the same bits.
-
-        Megatron does so without ``_dummy_overflow_buf``. With it (fp16), one kernel copies all, and that kernel cannot
-        access host memory.
-        """
+        """Copy the model's parameters to the main ones one at a time, which gives the same bits."""
+        # With `_dummy_overflow_buf` (fp16) one kernel copies all parameters. That kernel cannot access host memory.
         buffer, self._optimizer._dummy_overflow_buf = self._optimizer._dummy_overflow_buf, None
         try:
             return original(*arguments, **options)
@@ -203,20 +178,22 @@ class AdaptedOptimizer:
         return original(*arguments, **options)
 
     def _state_dict(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Save. A distributed optimizer drops the inner one's values, which TransformerEngine would copy to fp32."""
+        """Save the state."""
         inner = self._optimizer.optimizer
         if not isinstance(self._optimizer, DistributedOptimizer) or "state_dict" in vars(inner):
             return self._save(original, *arguments, **options)
+        # A distributed optimizer drops the inner one's values, which TransformerEngine would copy to fp32.
         with _with_methods(inner, state_dict=torch.optim.Optimizer.state_dict):
             return self._save(original, *arguments, **options)
 
     def _unscaled(self, original: Callable[..., Any], param: Any, name: str, *given: Any, **options: Any) -> Any:
-        """Return a state for a checkpoint. Kernels and scales are the device's, offloaded values are in host memory."""
+        """Return a state for a checkpoint."""
         inner, state = self._optimizer.optimizer, self.stepper.state
         if name not in scaled_state.scaled_names(inner) or not state.is_materialized:
             return original(param, name, *given, **options)
         # Copies in fp32 of what is kept on the device would take more memory there than its state.
         with state.on_device(param, name):
+            # Kernels and scales are the device's, offloaded values are in host memory.
             return original(param, name, *given, **options).cpu()
 
     def _set_scaled(self, original: Callable[..., Any], param: Any, name: str, *given: Any, **options: Any) -> None:
@@ -236,12 +213,10 @@ class AdaptedOptimizer:
             self.stepper.store_loaded()
 
     def _load_state_dict(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Load. The precision-aware optimizer's values come afterwards, one parameter at a time.
-
-        Before, Megatron would load the values that are there, all on the device and with copies in fp32.
-        """
+        """Load the state. Values of the precision-aware optimizer come afterwards, one parameter at a time."""
         self._materialize_for_load()
         methods: dict[str, Callable[..., Any]] = {}
+        # Megatron would first load the existing values, all on the device and with copies in fp32.
         if self._optimizer.config.use_precision_aware_optimizer:
             methods = {"state_dict": torch.optim.Optimizer.state_dict, "load_state_dict": _load_settings}
         try:
@@ -260,7 +235,7 @@ class AdaptedOptimizer:
         return original(model, is_loading, *arguments, **options)
 
     def _materialize_for_load(self) -> None:
-        """Allocate memory for state that is loaded before the first step. Megatron would allocate it on the device."""
+        """Allocate host memory for state that is loaded before the first step. Megatron would use the device's."""
         if self._optimizer.config.use_precision_aware_optimizer:
             self.stepper.materialize()
             scaled_state.create_missing(self._optimizer.optimizer, self.stepper.state)
@@ -324,10 +299,9 @@ def stepped_params(optimizer: Any) -> list[torch.Tensor]:
 
 
 def main_params_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the main parameters of a ``MegatronOptimizer`` that are copies of the model's, as they were made.
+    """Yield the main parameters that are copies of the model's, in the order of their creation.
 
-    Raises:
-        UsageError: it is another optimizer.
+    Raises a ``UsageError`` unless ``optimizer`` is a ``MegatronOptimizer``.
     """
     if not isinstance(optimizer, MegatronOptimizer):
         raise UsageError(
@@ -346,12 +320,7 @@ def main_params_of(optimizer: Any) -> Iterator[torch.Tensor]:
 def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
     """Return whether ``inner`` may step slices of its parameters; otherwise it steps whole ones.
 
-    Args:
-        inner: torch's or TransformerEngine's optimizer.
-        has_disk: whether state may go to disk.
-
-    Raises:
-        UsageError: the optimizer's class is unknown, or it steps whole parameters and state may go to disk.
+    Raises a ``UsageError`` if its class is unknown, or if it steps whole parameters and state may go to disk.
     """
     scaled = scaled_state.scaled_names(inner)
     if type(inner).__name__ in ELEMENTWISE and not scaled:
@@ -377,24 +346,20 @@ def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
 
 
 def tables_of(inner: torch.optim.Optimizer) -> list[Table]:
-    """Return what ``inner`` keeps by parameter beside its state: TransformerEngine's Adam, the scales of moments."""
+    """Return tables by parameter that ``inner`` has beside its state: scales of moments in TransformerEngine's Adam."""
     scales = getattr(inner, SCALES, None)
     return [scales] if isinstance(scales, dict) else []
 
 
 def num_moments(inner: torch.optim.Optimizer) -> int:
-    """Return how many moments the first step of ``inner`` creates for each parameter; 0: they exist before it."""
+    """Return the number of moments that the first step creates for each parameter, or 0 if they exist before."""
     return max((NUM_MOMENTS.get(kind.__name__, 0) for kind in type(inner).__mro__), default=0)
 
 
 def copier_to_model(optimizer: Any) -> OnUpdated:
-    """Return a function that copies new values of a main parameter to the parameter of the model.
+    """Return a function that copies new values of a main parameter to the model's parameter.
 
-    Args:
-        optimizer: a ``MegatronOptimizer`` that is not chained.
-
-    Raises:
-        UsageError: its class is unknown.
+    ``optimizer`` is not chained. Raises a ``UsageError`` if its class is unknown.
     """
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
         model_values = _values_of_params(optimizer)
@@ -416,8 +381,8 @@ def copier_to_model(optimizer: Any) -> OnUpdated:
     return copy
 
 
+# Returns the model's flat values for a main parameter, or None if the parameter is the model's own.
 ModelValues = Callable[[torch.Tensor], torch.Tensor | None]
-"""Returns the model's flat values for a main parameter; ``None``: the parameter is the model's own."""
 
 
 def _values_of_params(optimizer: Float16OptimizerWithFloat16Params) -> ModelValues:

@@ -42,46 +42,32 @@ from megatron.swap.optimizer.transfers import StateTransfers
 from megatron.swap.planner.profile import BUCKET_BYTES, OffloadedState
 from megatron.swap.reporting.summary import RankReport
 
-MAX_TENSORS = 3
-"""Most offloaded tensors of one parameter: its main values and two moments."""
+MAX_TENSORS = 3  # offloaded tensors of one parameter: its main values and two moments
 
 
 class ExpectedState(NamedTuple):
-    """Estimate of the optimizer state before it is created.
+    """Estimate of the optimizer state before it is created."""
 
-    Attributes:
-        num_sharers: number of ranks that share the state of a parameter.
-        num_expert_sharers: the same for experts' parameters; a lower bound.
-        state_bytes: most bytes of state per element of a parameter.
-    """
-
-    num_sharers: int
-    num_expert_sharers: int
-    state_bytes: int
+    num_sharers: int  # ranks that share the state of a parameter
+    num_expert_sharers: int  # the same for experts' parameters; a lower bound
+    state_bytes: int  # most bytes of state per element of a parameter
 
     def bytes_of(self, param: torch.Tensor) -> int:
-        """Return the bytes of state on this rank for a model parameter. Megatron marks experts' with ``allreduce``."""
+        """Return the bytes of state on this rank for a model parameter. Megatron marks experts' by ``allreduce``."""
         num_sharers = self.num_sharers if getattr(param, "allreduce", True) else self.num_expert_sharers
         return ceil_div(param.numel() * self.state_bytes, num_sharers)
 
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """Settings of optimizer-state offload.
+    """Settings of optimizer-state offload."""
 
-    Attributes:
-        fraction: fraction of all state to offload, 0 to 1.
-        host_limit_bytes: most host memory for state.
-        min_bytes: the state of smaller parameters is kept on the device.
-        disk: holds state that does not fit into host memory.
-        expected: if given, limit the fraction to the state of this size that fits beside activations; ``None``: too
-            little room is an error.
-    """
-
-    fraction: float
-    host_limit_bytes: int
-    min_bytes: int = 0
-    disk: DiskFile | None = None
+    fraction: float  # of all state, 0 to 1
+    host_limit_bytes: int  # most host memory for state
+    min_bytes: int = 0  # the state of smaller parameters stays on the device
+    disk: DiskFile | None = None  # holds state that does not fit into host memory
+    # If given, limits the fraction to the state of this size that fits beside activations. None makes too little room
+    # an error.
     expected: ExpectedState | None = None
 
 
@@ -89,12 +75,8 @@ class OptimizerSwap:
     """Offloads the optimizer state of one rank.
 
     Megatron creates main parameters (``on_main_param_created``), then the optimizer (``attach``). In training, hooks on
-    the layers (``watch``) show when device memory is free.
-
-    Args:
-        device: the device that trains.
-        settings: see ``OffloadSettings``.
-        num_micro_batches: returns the number of micro-batches of the current step.
+    the layers (``watch``) show when device memory is free. ``num_micro_batches`` returns the number of the current
+    step.
     """
 
     def __init__(
@@ -142,19 +124,16 @@ class OptimizerSwap:
         return sure_bytes
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
-        """Offload a newly created main parameter if it is chosen, before Megatron creates the next one.
-
-        All main parameters together might not fit into device memory.
-        """
+        """Offload a newly created main parameter if it is chosen."""
+        # At once, before Megatron creates the next: all main parameters together might not fit into device memory.
         is_chosen = self._selection.see(param)
         self._created[param] = self._transfers.offload_main_param(param) if is_chosen else None
 
     def attach(self, optimizer: Any) -> None:
         """Adapt a complete ``MegatronOptimizer``, and offload its chosen state from now on.
 
-        Raises:
-            UsageError: its class, or that of its inner optimizer, is unknown.
-            HostMemoryError, DiskError: there is no room for its state.
+        Raises a ``UsageError`` if its class or its inner optimizer's is unknown, and a ``HostMemoryError`` or
+        ``DiskError`` if there is no room.
         """
         # A large parameter at the end leaves part of the fraction unused; smaller ones may still fit.
         for param, param_state in self._created.items():
@@ -166,11 +145,8 @@ class OptimizerSwap:
     def take_over(self, optimizer: Any) -> None:
         """Do as ``on_main_param_created`` and ``attach`` for an ``optimizer`` that exists, and may have been stepped.
 
-        Its state was on the device until now, all at once.
-
-        Raises:
-            UsageError: the optimizer is none of Megatron's, or as for ``attach``.
-            HostMemoryError, DiskError: there is no room for its state. In each case the optimizer has its state again.
+        Its state was on the device until now, all at once. Errors are as for ``attach``; the optimizer then has its
+        state again.
         """
         try:
             for param in main_params_of(optimizer):
@@ -183,7 +159,7 @@ class OptimizerSwap:
             raise
 
     def _give_back(self) -> None:
-        """Put what was taken over back on its device. The optimizer goes on without offload."""
+        """Put the state back on its device. The optimizer goes on without offload."""
         self._transfers.synchronize()
         param_states = [*self._param_states(), *filter(None, self._created.values())]
         for adapted in self._adapted:
@@ -214,13 +190,11 @@ class OptimizerSwap:
             self._overlap.add(stepper)
 
     def _chosen(self, inner: torch.optim.Optimizer) -> dict[torch.Tensor, ParamState]:
-        """Return the states to offload, by parameter.
-
-        A main parameter's values are offloaded too; for a parameter of the model only the moments are.
-        """
+        """Return the states to offload, by parameter."""
         others = [param for group in inner.param_groups for param in group["params"] if param not in self._created]
         chosen = {param for param in others if self._selection.see(param)}
         chosen |= {param for param in others if param not in chosen and self._selection.choose(param)}
+        # A main parameter's values are offloaded, too. A parameter of the model offloads its moments alone.
         created = {param: one for param, one in self._created.items() if one is not None}
         return created | {param: ParamState(param) for param in chosen}
 
@@ -246,9 +220,8 @@ class OptimizerSwap:
     def step_ended(self, *, overlaps: bool, is_same_plan: bool) -> None:
         """End a training step, whether the optimizer was stepped or not.
 
-        Args:
-            overlaps: copies may overlap with the layers of the next step.
-            is_same_plan: these layers will use the same memory as in this step.
+        ``overlaps``: copies may overlap with the layers of the next step. ``is_same_plan``: these layers will use the
+        same memory as in this step.
         """
         self._num_forwards.clear()
         self._overlap.step_ended()
@@ -257,9 +230,9 @@ class OptimizerSwap:
         self._overlap.is_enabled = overlaps
 
     def set_offload_fraction(self, fraction: float) -> None:
-        """Offload ``fraction`` of all state from now on, at most as much as at first. Call this between steps.
+        """Offload ``fraction`` of all state from now on, at most the first fraction. Call this between steps.
 
-        State on disk is the first to be kept on the device.
+        State on disk is the first to return to the device.
         """
         wanted = self._selection.choose_again(self._param_states(), fraction)
         for adapted in self._adapted:
@@ -271,11 +244,7 @@ class OptimizerSwap:
     # -------------------------------------------------------------- statistics
 
     def offloaded_state(self) -> OffloadedState:
-        """Return the planner's measurements of the state, after synchronizing the device.
-
-        They are the size of all state, the fraction that can be offloaded, the time of the optimizer's kernels in the
-        last step, and the disk's time since the last call: a step reads and writes each byte on disk.
-        """
+        """Return the planner's measurements of the state, after synchronizing the device."""
         self._device.synchronize()
         if not self._selection.offloaded_bytes:
             return OffloadedState(0.0, 0.0, 0.0)
@@ -284,6 +253,7 @@ class OptimizerSwap:
         param_states = self._param_states()
         state_bytes = sum(one.num_bytes for one in param_states)
         disk_gib = sum(one.num_bytes for one in param_states if one.disk_bytes) / GIB
+        # Since the last call. A step reads and writes each byte on disk.
         moved_gib = 2 * sum(one.disk_bytes for one in param_states) / GIB
         disk = self._settings.disk
         disk_ms = 0.0 if disk is None else moved_gib * disk.traffic.take_ms_per_gib()
@@ -344,8 +314,7 @@ class OptimizerSwap:
     def abandon(self) -> None:
         """Remove the adapters after training has failed, without waiting: the device may be broken.
 
-        Megatron's optimizers get their own methods back, except those that save. A script that catches the error can
-        still save the state, which is materialized when they are called.
+        Methods that save stay replaced: a script that catches the error can still save, which materializes the state.
         """
         for adapted in self._adapted:
             adapted.remove_all_but_saving()
@@ -354,8 +323,7 @@ class OptimizerSwap:
     def close(self) -> None:
         """Remove the adapters after training. State stays materialized, so that a last checkpoint can be saved.
 
-        Raises:
-            DiskError: a write failed. The run ends, since the state on disk is incomplete.
+        Raises a ``DiskError`` if a write failed: the state on disk is incomplete, and the run ends.
         """
         try:
             for adapted in self._adapted:
@@ -375,12 +343,7 @@ class OptimizerSwap:
 def offload_settings(
     settings: Settings, facts: MegatronFacts, host_limit_bytes: int, disk: DiskFile | None
 ) -> OffloadSettings:
-    """Return the settings of a run.
-
-    Args:
-        host_limit_bytes: most host memory for optimizer state.
-        disk: holds state that does not fit into host memory.
-    """
+    """Return the settings of a run with ``host_limit_bytes`` for state on the host, and ``disk`` for the rest."""
     expected = expected_state(facts) if settings.plans_optimizer else None
     return OffloadSettings(settings.offload_fraction, host_limit_bytes, int(settings.min_mib * MIB), disk, expected)
 

@@ -14,13 +14,8 @@ from megatron.swap.devices.free_memory import has_free
 def off_device(params: Sequence[torch.nn.Parameter], num_bytes: int, *, host_bytes: int) -> Iterator[None]:
     """Keep the values of parameters in host memory, if the device lacks ``num_bytes`` beside them.
 
-    A parameter stays a tensor of its device and shape, with one element in memory: one that changes its device would
-    get another gradient accumulator, and those are held (``accumulators.py``). At the end its values are copied to
-    where it is then. It takes two copies over the link, of memory that is not pinned, once.
-
-    Args:
-        host_bytes: most bytes of this rank's copies. Where they need more, parameters stay, and Megatron's own error
-            says what the device lacks.
+    Parameters stay if their copies need more than ``host_bytes``: Megatron's own error then names the missing memory.
+    The values cross the link twice, unpinned, once a run.
     """
     if not has_free(num_bytes):
         torch.cuda.empty_cache()
@@ -31,6 +26,8 @@ def off_device(params: Sequence[torch.nn.Parameter], num_bytes: int, *, host_byt
     copies = []
     for param in params:
         copies.append(param.data.cpu())
+        # Still a tensor of its device and shape, with one element in memory. A parameter that changes its device would
+        # get another gradient accumulator, and those are held (`accumulators.py`).
         param.data = param.data.new_zeros(()).expand(param.shape)
     torch.cuda.empty_cache()  # each buffer is larger than the pieces that this freed
     yield

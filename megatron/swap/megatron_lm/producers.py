@@ -18,8 +18,7 @@ from megatron.swap.engine.overrides import override_forward, override_method
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm.quantized import quantization_context, record_values
 
-LINEARS = ("linear_qkv", "linear_fc1")
-"""Linear layers whose outputs are saved, by attention and by the activation function."""
+LINEARS = ("linear_qkv", "linear_fc1")  # saved by attention and by the activation function
 
 
 class Producers:
@@ -27,15 +26,11 @@ class Producers:
 
     Kernels that are functions of a Megatron or TransformerEngine module are reached by patches instead
     (``fused_activations``, ``te_normalization``, ``te_quantize``, ``rotary`` and ``te_qkv_layout`` in ``patches/``).
-
-    Args:
-        recomputer: receives the records.
-        kinds: kinds of kernels that record, from ``PRODUCERS``. Records hold memory until their layer ends.
     """
 
     def __init__(self, recomputer: Recomputer, kinds: Collection[str] = PRODUCERS) -> None:
         self._recomputer = recomputer
-        self._kinds = frozenset(kinds)
+        self._kinds = frozenset(kinds)  # records hold memory until their layer ends
         self._undo: list[Callable[[], None]] = []
 
     def wrap(self, layer: nn.Module) -> None:
@@ -74,14 +69,12 @@ class Producers:
             self._undo.append(override_forward(module, recorded))
 
     def _wrap_residual(self, layer: Any) -> None:
-        """Record the sum behind attention, and linear_proj's output, which is in it and which nobody saves.
-
-        With dropout the sum has other bits each time. With tensor parallelism linear_proj's output is a sum over ranks.
-        """
+        """Record the sum behind attention, and linear_proj's output, a summand that nobody saves."""
         attention, make = getattr(layer, "self_attention", None), getattr(layer, "self_attn_bda", None)
         projection = getattr(attention, "linear_proj", None)
         if RESIDUAL not in self._kinds or projection is None or make is None or isinstance(make, nn.Module):
             return
+        # With tensor parallelism linear_proj's output is a sum over ranks.
         if layer.config.tensor_model_parallel_size > 1:
             return
         self._wrap_module(RESIDUAL, projection, part=0)
@@ -112,16 +105,15 @@ class Producers:
 def _recorded_sum(
     recomputer: Recomputer, function: Callable[..., torch.Tensor], training: bool
 ) -> Callable[..., torch.Tensor]:
-    """Return Megatron's ``function``, so that each call of training without dropout is recorded.
-
-    An evaluation adds in place where no input needs a gradient, as none does when the function runs again.
-    """
+    """Return Megatron's ``function``, so that each call of training without dropout is recorded."""
 
     def again(output: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         return function((output, bias), residual, 0.0)
 
     def records(x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: Any, prob: float) -> torch.Tensor:
         result = function(x_with_bias, residual, prob)
+        # Dropout gives other bits each time. An evaluation adds in place where no input needs a gradient, which also
+        # holds when the function runs again.
         if training and not prob and torch.is_grad_enabled():
             recomputer.record(RESIDUAL, again, (*x_with_bias, residual), {}, result)
         return result
@@ -132,7 +124,7 @@ def _recorded_sum(
 def record_queries(recomputer: Recomputer, query: torch.Tensor, value: torch.Tensor) -> None:
     """Record ``query`` if it is a copy from the storage of ``value``, where each group's queries precede its keys.
 
-    Both are [sequence, batch, heads, channels]; query has as many heads as value or a multiple.
+    Both are [sequence, batch, heads, channels]; query has a multiple of the heads of value.
     """
     (num_tokens, size, groups, channels), heads = value.shape, query.shape[2]
     width = heads // groups * channels
@@ -158,12 +150,11 @@ def record_norm_of_linear(
 ) -> None:
     """Record the norm output of TransformerEngine's norm-and-linear module: ``result`` is output and statistics.
 
-    With 8 bits one kernel normalizes and quantizes, and the output is quantized.
-
-    This runs inside an autograd function, where gradients are always off, so ``is_grad_enabled`` is not checked.
+    It runs inside an autograd function, where gradients are always off, so ``is_grad_enabled`` is not checked.
     """
     output = lambda *given, **named: function(*given, **named)[0]  # noqa: E731
     if type(result[0]) is torch.Tensor:
         recomputer.record(NORM, output, arguments, options, result[0])
+    # With 8 bits one kernel normalizes and quantizes, and the output is quantized.
     elif recomputer.is_recording:
         record_values(recomputer, NORM, output, arguments, options, result[0])

@@ -1,11 +1,11 @@
 """TransformerEngine's quantized tensors: which may be taken apart, and how their values are computed again.
 
-A quantizer turns a tensor into 8-bit values and their scales. Its module keeps, for backward, the values for one
-direction of the matrix product; they reach autograd as plain tensors, and are records' outputs here. Scales are small:
+A quantizer turns a tensor into 8-bit values and their scales. For backward its module keeps the values for one
+direction of the matrix product. They reach autograd as plain tensors, and are records' outputs here. Scales are small:
 they are kept or offloaded.
 
 With delayed scaling a quantizer reads a scale that the next steps overwrite, and notes the largest value for its
-history. A recomputation reads a copy of the scale, and notes the largest value where nobody looks.
+history. A recomputation reads a copy of the scale, and notes the largest value in a tensor that nobody reads.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megatron.swap.engine.wrapper_tensors import WrapperRules
 
 ROWWISE, TRANSPOSE = "_data", "_transpose"
 """Values of a tensor with one scale, and the same values transposed."""
+# Attributes of quantized tensors that hold 8-bit values. The others hold scales.
 VALUES = (ROWWISE, TRANSPOSE, "_rowwise_data", "_columnwise_data")
-"""Attributes of quantized tensors that hold 8-bit values. The others hold scales."""
 
+# Quantizers that give the same values again. TransformerEngine says so itself from 2.19 on.
 DETERMINISTIC = frozenset({"Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "MXFP8Quantizer"})
-"""Quantizers that give the same values again. TransformerEngine says so itself from 2.19 on."""
 
 
 def wrapper_rules() -> WrapperRules | None:
-    """Return the rules for TransformerEngine's wrapper tensors; ``None``: it is not here, or has none."""
+    """Return the rules for TransformerEngine's wrapper tensors, or None if it is missing or has none."""
     if not HAVE_TE:
         return None
     try:
@@ -43,7 +43,7 @@ def wrapper_rules() -> WrapperRules | None:
 
 
 def caches(tensor: Any) -> Collection[str]:
-    """Return the inner tensors that TransformerEngine makes of the others: a transpose beside what it transposes."""
+    """Return the inner tensors that TransformerEngine makes of the others: a transpose beside its original."""
     if getattr(tensor, ROWWISE, None) is None or getattr(tensor, TRANSPOSE, None) is None:
         return ()
     return (TRANSPOSE,)
@@ -55,10 +55,8 @@ def is_quantizer(value: Any) -> bool:
 
 
 def private_copy(quantizer: Any) -> Any | None:
-    """Return a copy of ``quantizer`` that gives the same values later, and whose use changes no other's state.
-
-    ``None``: there is none. It rounds at random, or the largest value is agreed on with other ranks.
-    """
+    """Return a copy of ``quantizer`` that gives the same values later and changes no other's state, or None."""
+    # The largest value is agreed on with other ranks.
     if getattr(quantizer, "with_amax_reduction", False):
         return None
     scale, amax = getattr(quantizer, "scale", None), getattr(quantizer, "amax", None)
@@ -66,6 +64,7 @@ def private_copy(quantizer: Any) -> Any | None:
         copy = quantizer.copy()
         copy.scale, copy.amax = scale.clone(), torch.zeros_like(amax)
         return copy
+    # Some round at random.
     is_safe = getattr(quantizer, "is_requantization_safe", None)
     gives_same = type(quantizer).__name__ in DETERMINISTIC if is_safe is None else is_safe()
     return quantizer.copy() if gives_same else None
@@ -93,7 +92,7 @@ def record_values(
 
 
 def _taking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that returns only the values ``name`` of what ``function`` returns."""
+    """Return a function that returns only the values ``name`` of the results of ``function``."""
 
     def values(*arguments: Any, **options: Any) -> Any:
         return getattr(function(*arguments, **options), name)
@@ -108,13 +107,10 @@ def record_quantization(
     options: dict[str, Any],
     quantized: Any,
 ) -> None:
-    """Record the values that a quantizer made of a tensor. They are of the kind of what made the tensor.
+    """Record the values that a quantizer made of a tensor, as the kind of the tensor's producer.
 
-    This runs inside autograd functions, where gradients are always off, so ``is_grad_enabled`` is not checked.
-
-    Args:
-        function: the method that quantizes; called with the quantizer, the tensor and options.
-        quantized: what it returned.
+    It runs inside autograd functions, where gradients are always off, so ``is_grad_enabled`` is not checked.
+    ``function`` is the method that quantizes, called with the quantizer, the tensor and options.
     """
     if not recomputer.is_recording or len(arguments) != 2 or options.get("out") is not None:
         return  # a cached weight is updated in place
@@ -123,13 +119,11 @@ def record_quantization(
 
 
 def quantization_context() -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return what makes contexts in which TransformerEngine's modules compute as at this moment; ``None``: as always.
-
-    In backward nobody has switched 8 bits on. Each context switches them off first, wherever it is entered, so that a
-    recomputation that is compared within forward runs as those in backward do.
-    """
+    """Return a maker of contexts in which TransformerEngine's modules compute as now, or None if any will do."""
     if not HAVE_TE:
         return None
+    # 8 bits are off in backward. Each context switches them off first, wherever it is entered, so that a recomputation
+    # that is compared within forward runs as in backward.
     manager, autocast = upstream()
     if not manager.is_fp8_enabled():
         return None

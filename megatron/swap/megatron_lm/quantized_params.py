@@ -1,8 +1,8 @@
 """Model parameters in 8 bits (``--fp8-param-gather``), computed from main parameters that are offloaded.
 
 Megatron quantizes all of them at once after the optimizer's step: a parameter's scale follows from its largest value on
-all data-parallel ranks. Here the main parameters come back for it, as many at a time as fit into a bucket. All ranks
-take the same parameters in the same order, also those of which they have no shard, because each call agrees on scales.
+all data-parallel ranks. Here the main parameters come back in batches that fit into a bucket. All ranks take the same
+parameters in the same order, with or without a shard of them, because each call agrees on scales.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.swap.optimizer.stepper import OptimizerStepper
 
+# Main parameters that are quantized at a time, other ranks' shards included. A single parameter may be larger.
 BATCH_BYTES = 512 << 20
-"""Bytes of the main parameters that are quantized at a time, counting those of other ranks. One may be larger."""
 
+# Method that gives the members of a parameter of several experts, since megatron-core 0.19.
 EXPAND = "_expand_quantized_param_shard_for_cast"
-"""Method that gives the members of a parameter of several experts, since megatron-core 0.19."""
 
 
 def has_quantized_params(optimizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The loss of a run in chunks, and the lines that tell of it."""
+"""The loss of a run in chunks, and the lines about it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from megatron.swap.common.types import GIB, format_bytes
 from megatron.swap.forecast.loss_chunks import choose_num_chunks, loss_bytes
 from megatron.swap.megatron_lm.loss_chunks import chunk_loss
 
-WORTH = 0.01
-"""Fraction of the budget from which on what ``--swap-loss-chunks`` would save is worth a line."""
+WORTH = 0.01  # fraction of the budget from which on the savings of --swap-loss-chunks are worth a line
 
 
 class RunLoss:
     """Runs a model's loss in chunks if the settings say so.
 
-    Args:
-        settings: the settings.
-        describe: returns the shape of the model; called in the first forward or later.
-        has_sum: returns whether several chunks hold a sum (``loss_bytes``); called as ``describe``.
+    ``describe`` returns the shape of the model, ``has_sum`` whether several chunks hold a sum (``loss_bytes``). Both
+    are called in the first forward or later.
     """
 
     def __init__(self, settings: Settings, describe: Callable[[], Model], has_sum: Callable[[], bool]) -> None:
@@ -35,34 +32,24 @@ class RunLoss:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks, which stays for the run from the first forward with gradients on.
-
-        A model that exists may run without gradients before, when the length of its sequences is not known yet.
-        """
+        """The number of chunks, which stays for the run from the first forward with gradients on."""
         asked = self._settings.loss_chunks
         if asked != "auto":
             return asked or 1
         chosen = self._chosen or choose_num_chunks(self._describe(), self._has_sum())
+        # A model that exists may run without gradients before, when the length of its sequences is not known yet.
         if torch.is_grad_enabled():
             self._chosen = chosen
         return chosen
 
     def attach(self, chunk: nn.Module) -> Callable[[], None]:
-        """Let ``chunk`` of the model run its loss in chunks, if that is asked for. Return what undoes it.
-
-        Raises:
-            UsageError: the model's loss does not run in chunks.
-        """
+        """Let ``chunk`` of the model run its loss in chunks, if the settings ask for it. Return an undo function."""
         if self._settings.loss_chunks is None:
             return lambda: None
         return chunk_loss(chunk, lambda: self.num_chunks)
 
     def step_ended(self, budget_gib: float | None) -> str | None:
-        """Return a line once: what ``auto`` has chosen, or what the flag would save beside a planner's budget.
-
-        Args:
-            budget_gib: the planner's; ``None``: no planner decides.
-        """
+        """Return a line once: the choice of ``auto``, or the flag's savings beside a planner's ``budget_gib``."""
         if self._is_told:
             return None
         self._is_told = True

@@ -1,7 +1,7 @@
 """Optimizer state in fp16 and in 8 bits, which TransformerEngine's Adam keeps with one scale for each parameter.
 
 Its step takes the largest value of a whole parameter, so parameters cannot be stepped in slices. It copies the state of
-all parameters that it steps at once to single precision, so they are stepped a bucket at a time.
+all stepped parameters to single precision, so they are stepped a bucket at a time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 from megatron.swap.optimizer.param_state import MAIN
 from megatron.swap.optimizer.state import OptimizerState
 
+# Attribute of TransformerEngine's Adam: types of its state by name; uint8 stands for 8 bits.
 TYPES = "name_to_dtype_map"
-"""Attribute of TransformerEngine's Adam: the types of its state by name; ``uint8`` stands for 8 bits."""
-MASTER = "master_param"
-"""Name of a parameter's values in single precision, or of what they have beyond a parameter in bf16."""
+MASTER = "master_param"  # a parameter's values in single precision, or their remainder beyond a parameter in bf16
 
 
 def scaled_names(inner: Any) -> tuple[str, ...]:
@@ -33,17 +32,11 @@ def types_of(inner: Any, param: torch.Tensor) -> dict[str, torch.dtype]:
 
 
 def create_missing(inner: Any, state: OptimizerState) -> None:
-    """Create state that a checkpoint is going to be loaded into, and offload it, one parameter at a time.
-
-    Megatron's own call of ``initialize_state`` lacks an argument.
-
-    Args:
-        inner: TransformerEngine's Adam.
-        state: that of ``inner``, materialized.
-    """
+    """Create state that a checkpoint is going to be loaded into, and offload it, one parameter at a time."""
     params = [param for group in inner.param_groups for param in group["params"] if not inner.state.get(param)]
     for param in params:
         with state.on_device(param, MAIN):
+            # Megatron's own call lacks an argument.
             inner.initialize_state(param, _has_remainder(inner, param))
         if param in state.offloaded:
             state.store(state.offloaded[param])

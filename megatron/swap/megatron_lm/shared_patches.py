@@ -17,10 +17,10 @@ from megatron.swap.patches.registry import AppliedPatches
 
 
 class SharedPatches:
-    """Applies the patches that the first model needs, adds what further ones need, and reverts all with the last one.
+    """Applies the patches that the first model needs, adds those of further models, and reverts all with the last one.
 
     The patched functions call this object, which passes each call on to the model that it concerns. It keeps no model
-    alive: one that is deleted is forgotten.
+    alive: a deleted model is forgotten.
     """
 
     def __init__(self) -> None:
@@ -41,16 +41,11 @@ class SharedPatches:
         *,
         patches_full: bool,
     ) -> AppliedPatches:
-        """Apply what ``model`` needs and no other model has applied.
+        """Apply the patches that ``model`` needs and no other model has applied. Return them.
 
-        Args:
-            facts, settings, kinds, patches_full: as for ``patches_of_model``.
-
-        Returns:
-            The patches that were applied for this model; ``left_out`` are all that it goes without.
-
-        Raises:
-            PatchError: this Megatron lacks what the model needs, or a run of Megatron's trainer has it patched.
+        Their ``left_out`` are the optional ones that ``model`` goes without. Arguments are as for ``patches_of_model``.
+        Raises a ``PatchError`` if this Megatron lacks a needed symbol, or if a run of Megatron's trainer has it
+        patched.
         """
         patches = patches_of_model(facts, settings, kinds, self, patches_full=patches_full)
         there = {symbol for applied in self._applied for symbol in applied.symbols}
@@ -63,7 +58,7 @@ class SharedPatches:
         return applied
 
     def remove(self, model: ModelEvents) -> None:
-        """Forget ``model``. Patches stay until the last model is gone: a graph of another one may call them."""
+        """Forget ``model``. Patches stay until the last model is gone: a graph of another model may call them."""
         for reference in [one for one in self._models if one() is model]:
             self._forget(reference)
 
@@ -86,5 +81,4 @@ class SharedPatches:
         return next((one for one in found if one is not None and one.is_recording), None)
 
 
-SHARED = SharedPatches()
-"""Upstream's functions exist once a process, and so does this."""
+SHARED = SharedPatches()  # Upstream's functions exist once a process, and so does this.

@@ -1,7 +1,7 @@
 """The kernel of ``--gradient-accumulation-fusion``: one matrix product adds a weight's gradient to ``main_grad``.
 
-Megatron's own linear layers, the output layer of every GPT among them, take it from apex alone. TransformerEngine has a
-matrix product that does the same, with which its own linear layers fuse. It stands in where apex's is missing.
+Megatron's own linear layers, the output layer of every GPT among them, take it from apex alone. TransformerEngine's
+linear layers fuse with a matrix product of its own, which stands in where apex's is missing.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 TE_MODULE = "transformer_engine.pytorch.cpp_extensions"
+# Options of `general_gemm` with which TransformerEngine's own linear layers add to `main_grad`.
 TE_OPTIONS = {"layout": "NT", "grad": True, "accumulate": True, "use_split_accumulator": True}
-"""Options of ``general_gemm`` with which TransformerEngine's own linear layers add to ``main_grad``."""
 FLAG = "--gradient-accumulation-fusion"
 REMEDY = f"Add --no-{FLAG.removeprefix('--')}, or install TransformerEngine."
 
 
 class TransformerEngineKernel:
-    """The functions of apex's ``fused_weight_gradient_mlp_cuda`` that Megatron calls, by TransformerEngine.
-
-    Args:
-        general_gemm: TransformerEngine's matrix product.
-    """
+    """The functions of apex's ``fused_weight_gradient_mlp_cuda`` that Megatron calls, by TransformerEngine's."""
 
     def __init__(self, general_gemm: Callable[..., Any]) -> None:
         self._general_gemm = general_gemm
@@ -34,15 +30,10 @@ class TransformerEngineKernel:
     def wgrad_gemm_accum_fp32(
         self, inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
     ) -> None:
-        """Add ``grad_output.T @ inputs`` to ``main_grad``.
+        """Add ``grad_output.T @ inputs`` to ``main_grad`` (output features × input features, contiguous).
 
-        A sum in single precision is rounded to it once. One in 16 bits may be rounded more often: cuBLAS splits
-        products, and adds the parts in the type of the sum, as it may in torch's own.
-
-        Args:
-            inputs: tokens × input features; more dimensions than two are tokens too.
-            grad_output: tokens × output features.
-            main_grad: output features × input features; contiguous.
+        ``inputs`` are tokens × input features, ``grad_output`` tokens × output features; more dimensions are tokens,
+        too.
         """
         # general_gemm reads its inputs as contiguous without looking.
         inputs, grad_output = (given.contiguous().view(-1, given.shape[-1]) for given in (inputs, grad_output))
@@ -50,28 +41,25 @@ class TransformerEngineKernel:
             # general_gemm would round the factors to TF32, which torch does only on request.
             main_grad.addmm_(grad_output.t(), inputs)
             return
+        # A sum in single precision is rounded once. A sum in 16 bits may be rounded more often, as in torch: cuBLAS
+        # splits products, and adds the parts in the type of the sum.
         self._general_gemm(inputs, grad_output, out=main_grad, out_dtype=main_grad.dtype, **TE_OPTIONS)
 
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-    """Megatron's call for a ``main_grad`` of 16 bits."""
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32  # Megatron's call for 16 bits.
 
 
 class WeightGradient:
     """The gradient of an output layer's weight, as a sum over chunks of the tokens.
 
-    A single chunk gives what Megatron's linear layer gives, to the bit. The products of several chunks are added in
-    single precision, so that the sum is rounded once, as that of a whole is: in Megatron's ``main_grad`` if that is
-    single precision and the layer fuses the addition, else in a buffer.
-
-    Args:
-        weight: the parameter.
-        is_fused: the layer adds to ``main_grad`` itself.
-        is_whole: there is one chunk.
+    A single chunk (``is_whole``) gives the gradient of Megatron's linear layer, to the bit. ``is_fused``: the layer
+    adds to ``main_grad`` itself.
     """
 
     def __init__(self, weight: Any, *, is_fused: bool, is_whole: bool) -> None:
         self._weight = weight
         self._is_fused = is_fused
+        # Products of several chunks are added in single precision, so that the sum is rounded once, as a whole
+        # product's is. The sum is Megatron's `main_grad` if it has single precision and the layer fuses, or a buffer.
         self._sum: torch.Tensor | None = None
         if is_fused and (is_whole or weight.main_grad.dtype == torch.float32):
             self._sum = weight.main_grad
@@ -80,12 +68,7 @@ class WeightGradient:
         self._product: torch.Tensor | None = None
 
     def add(self, inputs: torch.Tensor, grad_output: torch.Tensor) -> None:
-        """Add the product of a chunk.
-
-        Args:
-            inputs: tokens × width; more dimensions than two are tokens too.
-            grad_output: tokens × vocabulary of this rank.
-        """
+        """Add the product of a chunk: tokens × width, tokens × vocabulary of this rank. More dimensions are tokens."""
         inputs, grad_output = (given.reshape(-1, given.shape[-1]) for given in (inputs, grad_output))
         if self._sum is None:
             self._product = grad_output.t().matmul(inputs)
@@ -101,7 +84,7 @@ class WeightGradient:
             self._sum.addmm_(grad_output.t().float(), inputs.float())
 
     def result(self) -> torch.Tensor | None:
-        """Return what backward gives autograd: the gradient, or what Megatron's wrapper expects if it was added."""
+        """Return the gradient for autograd, or the substitute that Megatron's wrapper expects if it was added."""
         if not self._is_fused:
             return self._product if self._sum is None else self._sum.to(self._weight.dtype)
         main_grad: torch.Tensor = self._weight.main_grad
@@ -119,7 +102,7 @@ class WeightGradient:
 
 
 def te_kernel() -> TransformerEngineKernel | None:
-    """Return TransformerEngine's kernel; ``None``: it cannot be imported, or takes other arguments."""
+    """Return TransformerEngine's kernel, or None if it cannot be imported or takes other arguments."""
     try:
         general_gemm = importlib.import_module(TE_MODULE).general_gemm
         inspect.signature(general_gemm).bind(None, None, out=None, out_dtype=None, **TE_OPTIONS)
@@ -134,12 +117,12 @@ def has_kernel() -> bool:
 
 
 def kernel_name() -> str | None:
-    """Return whose kernel training in this environment will use; ``None``: it has none."""
+    """Return whose kernel training in this environment will use, or None."""
     if has_kernel():
         return "apex"
     return None if te_kernel() is None else "TransformerEngine"
 
 
 def lacks_kernel() -> str:
-    """Return what to do without a kernel."""
+    """Return the remedy for a missing kernel."""
     return f"{FLAG} (Megatron's default) needs TransformerEngine or apex, and neither has its kernel here. {REMEDY}"
