@@ -34,18 +34,15 @@ class Machine:
     """The device of a rank, and the memory that it offloads to. A dry run has a device and a tier without bytes."""
 
     device: Device
-    tier: Tier
-    """Receives offloaded storages: ``host_tier``, or with a disk a tier that spills there."""
+    tier: Tier  # receives offloaded storages: `host_tier`, or with a disk a tier that spills there
 
 
 @dataclass(frozen=True)
 class RealMachine(Machine):
     """A machine with host memory."""
 
-    host_tier: Tier
-    """The tier on ``pool`` alone. The link's speed is measured with it."""
-    pool: HostPool
-    """Host memory for activations."""
+    host_tier: Tier  # the tier on `pool` alone; the link's speed is measured with it
+    pool: HostPool  # host memory for activations
     guard: OomGuard
 
 
@@ -58,10 +55,8 @@ def real_machine(
 ) -> RealMachine:
     """Return this rank's machine.
 
-    Args:
-        share: the host memory that the rank may take, divided.
-        budget: the same memory. What others reserve in it, such as optimizer state, the pool cannot have.
-        disk: the file behind host memory; ``None``: no disk.
+    ``share`` is the host memory that the rank may take, divided; ``budget`` is the same memory. The pool cannot have
+    bytes that others, such as optimizer state, reserve in it. ``disk`` is the file behind host memory.
     """
     index = device.torch_device.index if device.torch_device.type == "cuda" else None
     pool = HostPool(
@@ -91,13 +86,7 @@ def build(
     on_saved: Callable[[Site, torch.UntypedStorage, Decision], None] | None = None,
     on_full: Callable[[SwapError], None] | None = None,
 ) -> Engine:
-    """Return the engine of a run.
-
-    Args:
-        ranges: names the engine's work for a profiler.
-        observer, recorder, on_saved, on_full: as in ``Instruments``.
-        recomputes, wrappers: as in ``EngineSettings``.
-    """
+    """Return the engine of a run. Arguments as for ``EngineSettings`` and ``Instruments``."""
     of_engine = EngineSettings(
         window_bytes=settings.window_bytes(settings.plan), verify=settings.verify, recomputes=recomputes,
         wrappers=wrappers,

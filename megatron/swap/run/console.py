@@ -12,13 +12,7 @@ from megatron.swap.common.spelling import Spelling
 
 
 class Console:
-    """Lines beside those of Megatron's trainer, on standard output, unless ``--swap-log-level quiet``.
-
-    Args:
-        log_level: one of ``LOG_LEVELS``.
-        rank: of this process in the run.
-        world_size: number of ranks.
-    """
+    """Lines beside those of Megatron's trainer, on standard output, unless ``--swap-log-level quiet``."""
 
     def __init__(self, log_level: str, rank: int, world_size: int) -> None:
         self.is_quiet = log_level == "quiet"
@@ -31,7 +25,7 @@ class Console:
         return self.rank == 0 and not self.is_quiet
 
     def errors(self) -> AbstractContextManager[None]:
-        """Return a context in which errors are in the words of the call that began the run."""
+        """Return a context in which errors have the spelling of the call that began the run."""
         return nullcontext()
 
     def say(self, line: str) -> None:
@@ -49,13 +43,7 @@ class Console:
 
 
 class LogConsole(Console):
-    """The same lines in the words of a call, by default in the logger: a program owns its standard output.
-
-    Args:
-        spelling: of the call.
-        log: takes each line; ``None``: the logger does.
-        log_level: one of ``LOG_LEVELS``.
-    """
+    """The same lines in the spelling of a call, by default for the logger: a program owns its standard output."""
 
     def __init__(self, spelling: Spelling, log: Callable[[str], None] | None = None, log_level: str = "info") -> None:
         distributed = torch.distributed if torch.distributed.is_initialized() else None

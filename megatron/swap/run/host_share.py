@@ -24,21 +24,13 @@ from megatron.swap.memory.host_memory import (
 
 @dataclass(frozen=True)
 class HostShare:
-    """The host memory and disk of one rank, divided before anything is built.
+    """The host memory and disk of one rank, divided before anything is built."""
 
-    Attributes:
-        limit_bytes: most bytes for activations, optimizer state and disk buffers together; whole pages.
-        least_bytes: a lower bound of the activations' bytes, known before the first step; 0: unknown.
-        disk_bytes: room on disk; 0: no disk.
-        buffers_bytes: the part of ``limit_bytes`` for buffers between activations and the disk.
-        guard_bytes: bytes for the out-of-memory guard alone, in addition to ``limit_bytes``.
-    """
-
-    limit_bytes: int
-    least_bytes: int
-    disk_bytes: int
-    buffers_bytes: int
-    guard_bytes: int = 0
+    limit_bytes: int  # for activations, optimizer state and disk buffers together; whole pages
+    least_bytes: int  # lower bound of the activations' bytes, known before the first step; 0 if unknown
+    disk_bytes: int  # room on disk; 0 without a disk
+    buffers_bytes: int  # part of `limit_bytes` for buffers between activations and the disk
+    guard_bytes: int = 0  # for the out-of-memory guard alone, in addition to `limit_bytes`
 
     @property
     def total_bytes(self) -> int:
@@ -74,10 +66,8 @@ def host_share(
 ) -> HostShare:
     """Return the host memory and the disk that this rank may use, divided among their users.
 
-    Args:
-        swaps: whether activations are swapped.
-        needed_bytes: a lower bound of the activations' bytes on this rank; 0: unknown.
-        capacity: the host's memory without what the model takes of it; ``None``: it is measured, and all of it counts.
+    ``needed_bytes`` is a lower bound of the activations' bytes on this rank, or 0. ``capacity`` is the host's memory
+    less the model's part; it is measured if it is not given.
 
     Raises:
         UsageError: the disk has less room than requested.

@@ -1,4 +1,4 @@
-"""Swapping for a Megatron model that exists already, in anybody's training loop: without flags, without globals."""
+"""Swapping for a Megatron model that exists already, in any training loop: without flags, without globals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def install(
     plan: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Swap what the layers of a Megatron model save, from the next step on.
+    """Swap the saved tensors of a Megatron model's layers, from the next step on.
 
     ::
 
@@ -49,22 +49,23 @@ def install(
     Args:
         model: this rank's model chunk, or its chunks in the order of the virtual pipeline stages; in Megatron's
             wrappers or without them.
-        optimizer: Megatron's or torch's. Its ``step`` ends a training step; where a gradient scaler may skip that, call
-            ``Run.step``. ``None``: a step ends at the first forward after an optimizer of the model's parameters
-            has stepped, or where ``Run.step`` is called.
+        optimizer: Megatron's or torch's. Its ``step`` ends a training step; where a gradient scaler may skip it, call
+            ``Run.step``. Without an optimizer a step ends at the first forward after an optimizer of the model's
+            parameters has stepped, or at ``Run.step``.
         memory_gib: most device memory that a step may take: the first steps are measured, then the planner decides.
         layers: layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``, or their numbers.
         plan: a plan file.
-        config: more of the ``--swap-`` flags, without that prefix and with underscores: ``{"min_mib": 0.1}``. With
+        config: more of the ``--swap-`` flags, without the prefix and with underscores: ``{"min_mib": 0.1}``. With
             ``optimizer``, ``{"optimizer": 0.5}`` offloads half of its state.
 
-    While optimizer state is offloaded, main parameters and moments may be read through the optimizer's ``state_dict``
-    alone. A planner's ``Infeasible`` comes out of the call that ends a step: the optimizer's ``step``, or ``step``.
+    While optimizer state is offloaded, main parameters and moments may be read only through the optimizer's
+    ``state_dict``. A planner's ``Infeasible`` comes out of the call that ends a step: the optimizer's ``step``, or
+    ``step``.
 
     Raises:
         UsageError: the arguments cannot work for this model; nothing was changed.
-        HostMemoryError: the host has less memory than is needed at least.
-        PatchError: this Megatron lacks what the settings need.
+        HostMemoryError: the host has less memory than the run needs at least.
+        PatchError: this Megatron lacks a symbol that the settings need.
     """
     given = {"memory_gib": memory_gib, "layers": layers, "plan": plan}
     return swap_built(model, optimizer, _settings(given, config), INSTALL)
@@ -77,7 +78,7 @@ def swap_built(
     spelling: Spelling,
     log: Callable[[str], None] | None = None,
 ) -> Run:
-    """Return a run that has begun. ``spelling``: of the call; the rest is as for ``install`` and ``train``."""
+    """Return a run that has begun. ``spelling`` is the call's; other arguments are as for ``install`` and ``train``."""
     chunks, is_wrapped = unwrapped(model)
     check_optimizer(optimizer, chunks)
     _check_free(chunks, optimizer)
@@ -98,11 +99,7 @@ def swap_built(
 
 
 def _settings(given: Mapping[str, Any], config: Mapping[str, Any] | None) -> Settings:
-    """Return all settings, those of ``config`` included.
-
-    Raises:
-        UsageError: ``config`` is no mapping, or repeats an argument.
-    """
+    """Return all settings. Raises a ``UsageError`` if ``config`` is no mapping or repeats an argument."""
     config = {} if config is None else config
     if not isinstance(config, Mapping):
         raise UsageError(f"config {config!r}: must be a mapping of settings, such as {{'min_mib': 0.1}}.")

@@ -1,4 +1,4 @@
-"""The order of a model's layers, which its first step has shown."""
+"""The order of a model's layers, learned from its first step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from megatron.swap.layers.learned import LearnedLayers
 def learn_order(layers: LearnedLayers, model: nn.Module, auto: AutoPlan, window_bytes: int | None) -> list[str]:
     """Number the runs of layers, once backward has entered some, equally on all ranks.
 
-    Args:
-        window_bytes: as in ``EngineSettings``.
-
-    Returns:
-        Lines on the layers that are kept, because they have no number.
-
-    Raises:
-        UsageError: the ranks have run other layers, or in another order, or autograd calls no hooks in any.
+    Return lines on the layers without a number, which are kept. Raises a ``UsageError`` if the ranks have run different
+    layers, or in another order, or if autograd calls no hooks in any.
     """
     names = {module: name for name, module in model.named_modules()}
     first, *others = auto.gather(lambda: [names.get(module, "") for module in layers.seen_order()])

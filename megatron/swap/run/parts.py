@@ -24,37 +24,23 @@ from megatron.swap.run.run_device import RunDevice
 
 @dataclass(frozen=True)
 class Planned:
-    """Parts that follow from the settings and the model alone, before anything is on the device.
+    """Parts that follow from the settings and the model alone, before anything is on the device."""
 
-    Attributes:
-        target: what a run that plans itself aims at; ``None``: it does not plan itself.
-        policy: decides about every saved tensor.
-        kinds: producers whose outputs may be recomputed.
-        swaps: whether any layer of the model may be swapped.
-        host: the host memory and disk that this rank may take.
-        state_memory: reservation in this rank's host memory budget: what optimizer state may take, and once the
-            optimizer is built, what it takes.
-        disk: the file behind host memory; ``None``: no disk.
-        plan_run: compares the run with its plan; ``None``: no comparison is wanted.
-        wrappers: rules for the wrapper tensors of low precision; ``None``: there are none.
-    """
-
-    target: PlanTarget | None
-    policy: Policy
-    kinds: tuple[str, ...]
-    swaps: bool
-    host: HostShare
-    state_memory: Reservation
-    disk: DiskFile | None
-    plan_run: PlanRun | None
-    wrappers: WrapperRules | None
+    target: PlanTarget | None  # of a run that plans itself, or None
+    policy: Policy  # decides about every saved tensor
+    kinds: tuple[str, ...]  # producers whose outputs may be recomputed
+    swaps: bool  # any layer of the model may be swapped
+    host: HostShare  # host memory and disk that this rank may take
+    state_memory: Reservation  # of optimizer state: the most it may take, its size once the optimizer is built
+    disk: DiskFile | None  # the file behind host memory, or None
+    plan_run: PlanRun | None  # compares the run with its plan, or None
+    wrappers: WrapperRules | None  # rules for the wrapper tensors of low precision, or None
 
     @classmethod
     def of(cls, settings: Settings, hints: ModelHints, run_device: RunDevice) -> Planned:
-        """Return what follows from the settings and the model.
+        """Return the parts that follow from the settings and the model.
 
-        Raises:
-            UsageError, HostMemoryError: the settings ask for memory or a disk that there is not.
+        Raises a ``UsageError`` or ``HostMemoryError`` if the settings ask for memory or a disk that is missing.
         """
         kinds = hints.kinds(settings)
         target = None
@@ -89,5 +75,5 @@ class Parts:
 
     @property
     def recomputer(self) -> Recomputer | None:
-        """The engine's recomputer; ``None``: nothing is recomputed."""
+        """The engine's recomputer, or None if nothing is recomputed."""
         return self.engine.recomputer

@@ -44,34 +44,23 @@ if TYPE_CHECKING:
 class Run(NotCopied):
     """A model whose layers swap, until ``close`` or the end of its ``with``.
 
-    Args:
-        settings: of the run.
-        hints: of the model.
-        console: takes lines for users.
-        run_device: this rank's device.
-
-    Attributes:
-        auto: plans while training; ``None``: the policy is fixed.
-        parts: the parts that swap activations; ``None`` before the model is there, where saved tensors are not touched,
-            and once everything is closed.
-        optimizer_swap: offloads optimizer state; ``None`` as ``parts``, and where none is offloaded.
-        planned: what follows from settings and model alone.
-        steps: counts the training steps.
-        step_log: the records of all steps.
-        weights: frozen weights in host memory; ``None``: all are on the device.
+    ``settings`` are the run's, ``hints`` the model's. ``console`` takes lines for users.
     """
 
     def __init__(self, settings: Settings, hints: ModelHints, console: Console, run_device: RunDevice) -> None:
         self.settings = settings
         self.hints = hints
         self.run_device = run_device
+        # Follows from settings and model alone.
         self.planned = Planned.of(settings, hints, run_device)
+        # The parts that swap activations. None before the model is there, where saved tensors are not touched, and at
+        # the end.
         self.parts: Parts | None = None
-        self.optimizer_swap: OptimizerSwap | None = None
-        self.auto: AutoPlan | None = None
-        self.weights: WeightSwap | None = None
-        self.steps = TrainingSteps(self._end_step)
-        self.step_log = StepLog(settings, console)
+        self.optimizer_swap: OptimizerSwap | None = None  # offloads state; None as for `parts`, and without offload
+        self.auto: AutoPlan | None = None  # plans while training; None if the policy is fixed
+        self.weights: WeightSwap | None = None  # frozen weights in host memory; None if all are on the device
+        self.steps = TrainingSteps(self._end_step)  # counts the training steps
+        self.step_log = StepLog(settings, console)  # records of all steps
         self._console = console
         self._profiler: Profiler | None = None
         if settings.profile is not None:
@@ -84,13 +73,7 @@ class Run(NotCopied):
     # ------------------------------------------------------------------- attach
 
     def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        """Put the boundaries around the layers of this rank's model chunks.
-
-        Args:
-            chunks: this rank's part of the model.
-
-        Returns:
-            ``chunks``, as Megatron expects of its hooks.
+        """Put the boundaries around the layers of this rank's model ``chunks``. Return them, as Megatron's hooks do.
 
         Raises:
             UsageError: the model cannot be swapped with these settings, a pattern of ``--swap-modules`` names no
@@ -125,11 +108,10 @@ class Run(NotCopied):
         return chunks
 
     def begin(self, optimizer: Any = None) -> Self:
-        """Swap a model that exists, in a loop that somebody else wrote: its steps are seen. Return this run.
+        """Swap a model that exists, in a loop of another author: its steps are seen. Return this run.
 
-        Args:
-            optimizer: its ``step`` ends a training step; ``None``: a step ends at the first forward after an optimizer
-                of the model's parameters has stepped.
+        A step ends with the ``optimizer``'s ``step``. Without ``optimizer`` it ends at the first forward after an
+        optimizer of the model's parameters has stepped.
 
         Raises:
             SwapError: the model cannot be swapped; it is as before.
@@ -279,8 +261,8 @@ class Run(NotCopied):
     def step(self) -> None:
         """Tell that a training step has ended: after the optimizer's step, before the next forward, on every rank.
 
-        From the first call on, steps of optimizers are not watched any more. A call without a forward since the last
-        end of a step does nothing.
+        The first call ends the watch on steps of optimizers. A call without a forward since the last step's end does
+        nothing.
 
         Raises:
             Infeasible: the planner found no plan that fits the budget.
@@ -299,10 +281,8 @@ class Run(NotCopied):
     ) -> StepRecord:
         """Record the step that has ended, and run the planner.
 
-        Args:
-            iteration: its number, from 1.
-            losses: by name, tensors of one element; ``None`` or empty: they are not known here.
-            grad_norm: of all ranks, or ``None``.
+        ``iteration`` counts from 1. ``losses`` are tensors of one element by name, or empty where they are not known.
+        ``grad_norm`` is of all ranks.
 
         Raises:
             Infeasible: the planner found no plan that fits the budget.
@@ -397,7 +377,7 @@ class Run(NotCopied):
         )  # fmt: skip
 
     def plan(self) -> str:
-        """Return a table of what the planner does with each saved tensor of each layer, and why; its stage before."""
+        """Return a table with the planner's action for each saved tensor of each layer, and why; its stage before."""
         if self.planned.target is None:
             return "no planner decides: the layers were chosen"
         auto = self.auto
@@ -411,9 +391,9 @@ class Run(NotCopied):
     def close(self) -> None:
         """Give the model its own forward back, and the optimizer its step and state; release host memory. Idempotent.
 
-        Call it on every rank, after the last backward: one whose saved tensors are still offloaded raises an error.
-        Training may go on without swapping. Offloaded optimizer state is reloaded. Where the device has no room for it,
-        it stays in host memory: a checkpoint can be saved, but the optimizer can no longer step.
+        Call it on every rank, after the last backward: a backward over offloaded tensors raises an error. Training may
+        go on without swapping. Offloaded optimizer state is reloaded. State that the device has no room for stays in
+        host memory: a checkpoint can be saved, but the optimizer can no longer step.
 
         Raises:
             DiskError: a write failed, so the state on disk is incomplete. All else is restored and released.
@@ -451,18 +431,15 @@ class Run(NotCopied):
         self.hints.forget_model()
 
     def finish(self) -> None:
-        """Write the plan, where it is asked for, and tell how it compares with the run."""
+        """Write the plan, if the settings ask for it, and tell how it compares with the run."""
         if self.planned.plan_run is not None:
             self._console.say_here(self.planned.plan_run.save())
         if self.auto is not None:
             self.auto.finish()
 
     def abandon(self) -> None:
-        """Uninstall everything after a failure.
-
-        Nothing is collective, since other ranks may be anywhere, and no copy is waited for, since the device may be
-        broken.
-        """
+        """Uninstall everything after a failure."""
+        # Nothing is collective: other ranks may be anywhere. No copy is waited for: the device may be broken.
         if self._profiler is not None:
             self._profiler.abandon()
         self._uninstall()

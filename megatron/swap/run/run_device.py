@@ -18,23 +18,16 @@ from megatron.swap.memory.host_memory import memory_gib_of
 from megatron.swap.profiling.observer import Observer
 from megatron.swap.reporting.summary import CountedStep
 
+# Steps that are counted under each plan. Two refusals of a site change the offloads, so the third step is like all
+# later.
 NUM_COUNTED = 3
-"""Steps that are counted under each plan: two refusals of a site change what is offloaded, so the third is like all
-further ones."""
 
 
 class RunDevice:
-    """The rank's device, and the observer that counts what autograd holds.
+    """The rank's device, and the observer that counts the bytes held by autograd.
 
-    Args:
-        rank: of this process: each has other random delays of emulated copies.
-        has_verdict: count the first steps under each plan, for the lines at the end of a run.
-        torch_device: where the model is; ``None``: on the current GPU, or the CPU where there is none.
-
-    Attributes:
-        ranges: names the engine's work for a profiler.
-        observer: ``None`` where its figures are not needed.
-        counted: the last step that was counted under the present plan; ``None``: none was.
+    ``has_verdict`` counts the first steps under each plan, for the lines at the end of a run. Without ``torch_device``
+    it is the current GPU, or the CPU if there is none.
     """
 
     def __init__(
@@ -47,28 +40,26 @@ class RunDevice:
         torch_device: torch.device | None = None,
     ) -> None:
         self._settings = settings
-        self._rank = rank
-        self.ranges = ranges
+        self._rank = rank  # each rank has other random delays of emulated copies
+        self.ranges = ranges  # names the engine's work for a profiler
         if torch_device is None:
             torch_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.torch_device = torch_device
         counts = settings.summary is not None or (settings.auto and torch_device.type == "cpu")
         says_verdict = has_verdict and settings.acts and settings.log_level != "quiet"
+        # None if its figures are not needed.
         self.observer = Observer(is_always_on=counts) if counts or says_verdict else None
-        self.counted: CountedStep | None = None
+        self.counted: CountedStep | None = None  # the last step that was counted under the present plan
         self._num_left = NUM_COUNTED
         if self.observer is not None and not settings.auto:
             self.observer.count_steps(NUM_COUNTED)
 
     def step_ended(self, iteration: int, *, is_settled: bool) -> None:
-        """End a step. Counting takes time, so steps are not counted while plans are compared.
-
-        Args:
-            is_settled: whether the next step follows the same plan as this one, which was chosen for good.
-        """
+        """End a step. ``is_settled``: the next step follows the same plan, which was chosen for good."""
         if self.observer is None:
             return
         peaks = self.observer.end_step()
+        # Counting takes time, so steps are not counted while plans are compared.
         if not is_settled:
             self.counted, self._num_left = None, NUM_COUNTED
             return
@@ -79,8 +70,8 @@ class RunDevice:
 
     @functools.cached_property
     def device(self) -> Device:
-        """The GPU, or the emulated device. It is made at the first use, because Megatron chooses this rank's device and
-        starts CUDA only when it initializes."""
+        """The GPU, or the emulated device."""
+        # Made at the first use: Megatron chooses this rank's device and starts CUDA only when it initializes.
         if self.torch_device.type == "cuda":
             with torch.cuda.device(self.torch_device):
                 return CudaDevice()
@@ -98,11 +89,7 @@ class RunDevice:
         _ = self.device
 
     def check_room(self, chunks: Sequence[nn.Module]) -> None:
-        """Refuse an emulated device that has no room for the gradients of this rank's model ``chunks``.
-
-        Raises:
-            UsageError: says what they take.
-        """
+        """Raise a ``UsageError`` if the emulated device has no room for the gradients of the model's ``chunks``."""
         given_gib = self._settings.cpu_memory_gib
         params = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
         gradient_bytes = sum(param.numel() * param.element_size() for param in params)
@@ -118,17 +105,16 @@ class RunDevice:
         return "device" in vars(self)
 
     def allocated_bytes(self) -> int | None:
-        """Return the device memory in use in bytes; on the emulated device what autograd holds, if that is counted."""
+        """Return the device memory in use in bytes; on the emulated device autograd's bytes, if they are counted."""
         num_bytes = self.device.allocated_bytes() if self.is_made else None
         if num_bytes is None and self.observer is not None:
             return self.observer.live_bytes
         return num_bytes
 
     def take_peak(self, unseen_bytes: int = 0) -> tuple[int, int]:
-        """Return the most device memory in use since the last call, and that in use now, in bytes.
+        """Return the most device memory in use since the last call, and in use now, in bytes.
 
-        Args:
-            unseen_bytes: on the emulated device: memory in use beside autograd's tensors.
+        ``unseen_bytes`` are in use beside autograd's tensors on the emulated device.
         """
         peak = self.device.take_peak() if self.is_made else None
         if peak is None and self.observer is not None:

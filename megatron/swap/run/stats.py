@@ -9,44 +9,28 @@ from megatron.swap.common.types import GIB, format_bytes
 
 @dataclass(frozen=True)
 class Stats:
-    """Figures of this rank since the start.
+    """Figures of this rank since the start."""
 
-    Attributes:
-        out_bytes, in_bytes: copied to host memory, and back.
-        stayed_bytes: copied but not released, because others referred to the tensor or it was changed.
-        num_late: storages whose reload began only with their layer's backward. 0, but in steps that a planner measures,
-            and where the prefetch window is smaller than what a layer offloads.
-        wait_ms: time that compute waited for copies, as far as the device has run.
-        held_bytes: activations that are offloaded now.
-        host_peak_bytes: most bytes of activations offloaded at once.
-        host_bytes: host memory that is reserved, with optimizer state.
-        state_bytes: optimizer state that is offloaded now.
-        num_rescues, rescued_bytes: failed allocations that succeeded after an eviction, and the bytes evicted for them.
-        num_steps: training steps that have ended; 0 where nobody counts them.
-        stage: ``profile``, ``search`` or ``stable`` while a planner decides; ``None``: none does.
-        budget_gib: most device memory that a step may take; ``None``: there is no budget.
-        predicted_gib, predicted_ms: peak and time of a step under the present plan; ``None``: there is no plan.
-        peak_gib, step_ms: those of the last step, measured, the worst of all ranks; ``None``: not measured.
-    """
-
-    out_bytes: int = 0
-    in_bytes: int = 0
-    stayed_bytes: int = 0
+    out_bytes: int = 0  # copied to host memory
+    in_bytes: int = 0  # copied back
+    stayed_bytes: int = 0  # copied but not released: others referred to the tensor, or it was changed
+    # Storages whose reload began only with their layer's backward. 0, except in steps that a planner measures, and if
+    # the prefetch window is smaller than a layer's offloads.
     num_late: int = 0
-    wait_ms: float = 0.0
-    held_bytes: int = 0
-    host_peak_bytes: int = 0
-    host_bytes: int = 0
-    state_bytes: int = 0
-    num_rescues: int = 0
-    rescued_bytes: int = 0
-    num_steps: int = 0
-    stage: str | None = None
-    budget_gib: float | None = None
-    predicted_gib: float | None = None
-    predicted_ms: float | None = None
-    peak_gib: float | None = None
-    step_ms: float | None = None
+    wait_ms: float = 0.0  # compute waited for copies, as far as the device has run
+    held_bytes: int = 0  # of activations, offloaded now
+    host_peak_bytes: int = 0  # most bytes of activations offloaded at once
+    host_bytes: int = 0  # reserved host memory, with optimizer state
+    state_bytes: int = 0  # of optimizer state, offloaded now
+    num_rescues: int = 0  # failed allocations that succeeded after an eviction
+    rescued_bytes: int = 0  # evicted for them
+    num_steps: int = 0  # training steps that have ended; 0 if nobody counts them
+    stage: str | None = None  # `profile`, `search` or `stable` while a planner decides
+    budget_gib: float | None = None  # most device memory that a step may take; None without a budget
+    predicted_gib: float | None = None  # peak of a step under the present plan; None without a plan
+    predicted_ms: float | None = None  # time of a step under the present plan
+    peak_gib: float | None = None  # of the last step, measured, the worst of all ranks; None if not measured
+    step_ms: float | None = None  # as `peak_gib`
 
     @property
     def host_booked_bytes(self) -> int:

@@ -16,20 +16,15 @@ from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.reporting.summary import StepRecord, idle_line, refused_lines, rescue_lines, scalars, step_line
 from megatron.swap.run.console import Console
 
-NUM_UNREAD = 256
-"""Losses that stay on the device until all of them are read at once: each takes 512 bytes of a GPU."""
+NUM_UNREAD = 256  # losses that stay on the device until all are read at once: each takes 512 bytes of a GPU
 
 
 class StepLog:
-    """The records of all steps of this rank.
-
-    With ``--swap-summary`` each step adds about a kilobyte of host memory. Else memory does not grow.
-
-    Attributes:
-        records: one per iteration with ``--swap-summary``; else the sum of all but the last, and the last.
-    """
+    """The records of all steps of this rank."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
+        # With `--swap-summary` one record per step, about a kilobyte of host memory each. Without it two, so that
+        # memory does not grow: the sum of all but the last, and the last.
         self.records: list[StepRecord] = []
         self._settings = settings
         self._console = console
@@ -46,10 +41,8 @@ class StepLog:
     ) -> StepRecord:
         """Record iteration ``iteration``, which is over.
 
-        Args:
-            losses: of this iteration, the loss first; empty on all pipeline stages but the last.
-            grad_norm: a number, or ``None``.
-            manager: ``None`` where no saved tensor is touched.
+        ``losses`` are this iteration's, the loss first; empty on all pipeline stages but the last. ``manager`` is None
+        if no saved tensor is touched.
         """
         totals = manager.counters.totals() if manager is not None else Totals()
         moved, self._totals = totals.since(self._totals), totals
@@ -72,7 +65,7 @@ class StepLog:
         return step
 
     def _compact(self) -> None:
-        """Reduce what is kept of the steps so far. Only the last step's layers are reported."""
+        """Reduce the records of the steps so far. Only the last step's layers are reported."""
         if not self.records:
             return
         if self._settings.summary is None:

@@ -1,4 +1,4 @@
-"""Swapping in anybody's training loop: ``train`` for every model, ``activations`` for models other than Megatron's."""
+"""Swapping in any training loop: ``train`` for every model, ``activations`` for models other than Megatron's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron.swap.run.console import Console, LogConsole
 from megatron.swap.run.run import Run
 from megatron.swap.run.run_device import RunDevice
 
+# Settings that act on Megatron's models alone.
 OF_MEGATRON = {
     "modules", "recompute", "loss_chunks", "fp8_weights", "plan", "optimizer", "summary", "profile", "profile_steps",
     "deterministic",
 }  # fmt: skip
-"""Settings that act on Megatron's models alone."""
 TRAIN = Spelling(*(field.name for field in dataclasses.fields(Settings)))
 
 
@@ -44,7 +44,7 @@ def train(
     log: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> Run:
-    """Swap what the layers of a model save, from the next step on.
+    """Swap the saved tensors of a model's layers, from the next step on.
 
     ::
 
@@ -57,21 +57,21 @@ def train(
 
     Args:
         model: a model of PyTorch, or this rank's chunks of a Megatron model, in Megatron's wrappers or without them.
-        optimizer: its ``step`` ends a training step; where a gradient scaler may skip that, call ``Run.step``.
-            ``None``: a step ends at the first forward after an optimizer of the model's parameters has stepped.
+        optimizer: its ``step`` ends a training step; where a gradient scaler may skip it, call ``Run.step``. Without an
+            optimizer a step ends at the first forward after an optimizer of the model's parameters has stepped.
         memory_gib: most device memory that a step may take: the first steps are measured, then a planner keeps,
-            offloads or recomputes what is saved.
+            offloads or recomputes saved tensors.
         layers: layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``. Or a policy, unless the model is Megatron's.
         plan: a plan file, for a Megatron model.
-        weights: layers whose frozen weights are offloaded too, written as ``layers``. Not for a Megatron model.
-        hints: answers about a model whose layers are not found; ``None``: the model's stacks are its layers.
-        log: takes each line that is printed; ``None``: the logger ``megatron.swap`` does.
-        settings: more of the ``--swap-`` flags, without that prefix and with underscores: ``min_mib=0.1``.
+        weights: layers whose frozen weights are offloaded, too, written as ``layers``. Not for a Megatron model.
+        hints: answers about a model whose layers are not found; by default the model's stacks are its layers.
+        log: takes each line that is printed; by default the logger ``megatron.swap``.
+        settings: more of the ``--swap-`` flags, without the prefix and with underscores: ``min_mib=0.1``.
 
     Raises:
         UsageError: the arguments cannot work for this model; nothing was changed.
-        HostMemoryError: the host has less memory than is needed at least.
-        PatchError: this Megatron lacks what the settings need.
+        HostMemoryError: the host has less memory than the run needs at least.
+        PatchError: this Megatron lacks a symbol that the settings need.
     """
     policy = layers if isinstance(layers, Policy) else None
     given = {"memory_gib": memory_gib, "layers": None if policy else layers, "plan": plan, **settings}
@@ -108,10 +108,10 @@ def activations(
     log: Callable[[str], None] | None = None,
     autocast_cache: bool = True,
 ) -> Run:
-    """Swap what autograd saves in the layers of ``model``: offload it after forward, reload it before backward.
+    """Swap the saved tensors of the layers of ``model``: offload them after forward, reload them before backward.
 
-    With a budget (``memory_gib`` or ``memory_fraction``) the first steps are measured, and then a planner keeps,
-    offloads or recomputes what is saved, so that steps are as fast as possible within the budget.
+    With a budget (``memory_gib`` or ``memory_fraction``) the first steps are measured. Then a planner keeps, offloads
+    or recomputes saved tensors, so that steps are as fast as possible within the budget.
 
     ::
 
@@ -126,27 +126,27 @@ def activations(
 
     Args:
         model: a model, or its layers in the order of forward. The layers of a model are the children of every outermost
-            ``nn.ModuleList`` and ``nn.Sequential`` in it, in order. A layer that appears several times counts once.
-            To train on a GPU, move the model there first.
+            ``nn.ModuleList`` and ``nn.Sequential``, in order. A layer that appears several times counts once. To train
+            on a GPU, move the model there first.
         layers: the layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``; or a policy, which is asked by number. The
-            last ones before the loss are kept, since backward needs them at once.
+            last layers before the loss are kept: backward needs them at once.
         min_mib: smaller storages are kept, unless ``layers`` is a policy, which decides itself.
-        host_gib: most host memory to use, in GiB; ``None``: what is safe on this machine.
-        prefetch_gib: most GiB that are reloaded ahead of use; ``None``: as much as the largest layer saves.
+        host_gib: most host memory to use, in GiB; by default a safe part of this machine's.
+        prefetch_gib: most GiB that are reloaded ahead of use; by default the bytes that the largest layer saves.
         verify: compare checksums of every storage that is reloaded.
         oom_guard: when an allocation on the GPU fails, evict saved tensors to the host and retry the allocation.
         cpu_delay_ms: longest random delay of a copy; for a model on the CPU, where threads emulate the copy engines.
         memory_gib: most device memory that a step may take, in GiB. ``model`` is the whole model then, and ``layers``
-            stays ``all``. Steps end at the first forward after an optimizer of the model's parameters has stepped, or
-            where ``Run.step`` says so. Call it on every rank.
+            stays ``all``. A step ends at the first forward after an optimizer of the model's parameters has stepped, or
+            at ``Run.step``. Call it on every rank.
         memory_fraction: the same, as a fraction of the device's memory.
         save_plan: file for the plan that is chosen.
-        save_profile: file for the profile that it was made from.
-        log: takes the lines that the planner prints; ``None``: they go to the logger ``megatron.swap``, and without
-            handlers to standard error.
+        save_profile: file for the profile behind the plan.
+        log: takes the lines that the planner prints; by default the logger ``megatron.swap``, and without handlers
+            standard error.
         autocast_cache: False: within the layers, autocast does not keep its casts of fp32 weights until forward ends,
-            half of the weights' memory. Results are those of layers under ``torch.autocast(..., cache_enabled=False)``:
-            a weight that a forward uses several times gets its gradients summed in fp32, not in 16 bits.
+            half of the weights' memory. Results are those of ``torch.autocast(..., cache_enabled=False)``: a weight
+            that a forward uses several times gets its gradients summed in fp32, not in 16 bits.
 
     A planner's ``Infeasible`` comes out of the call that ends a step: ``step``, or the model's forward.
 
@@ -184,7 +184,7 @@ def _swapped(
     weights: str | None = None,
     hints: ModelHints | None = None,
 ) -> Run:
-    """Return a run of a model that is not Megatron's. The rest is as for ``train`` and ``activations``."""
+    """Return a run of a model that is not Megatron's. Arguments as for ``train`` and ``activations``."""
     found = layers_of(model) if hints is None else list(hints.layers)
     if settings.auto:
         refuse_unplannable(model)
@@ -215,7 +215,7 @@ def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:
 
 
 def _check_tail(policy: Policy, num_layers: int, num_ahead: int) -> None:
-    """Refuse a policy that would swap only trailing layers, which are kept. ``num_ahead``: least layers prefetched."""
+    """Refuse a policy that would swap only trailing layers, which are kept. ``num_ahead``: fewest layers prefetched."""
     is_swapped = [policy.swaps_layer(number) for number in range(num_layers)]
     positions = layer_positions(is_swapped, ends_in_loss=True)
     if all(position.is_trailing_kept(num_ahead) for position in positions if position.swapped):
