@@ -1,4 +1,4 @@
-"""Refuses what Megatron's trainer cannot do, before it builds anything."""
+"""Refuses settings that Megatron's trainer cannot run, before it builds anything."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ from megatron.swap.trainer.versions import is_gpt_config
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuse what would make Megatron ignore our flags, or run out of memory on its way to them.
+    """Raise a ``UsageError`` for flags with which Megatron would ignore ours, or run out of memory early.
 
-    Args:
-        args: what was parsed, before Megatron fills in what is not given. Another program's may lack Megatron's flags.
-
-    Raises:
-        UsageError: names the flag and what is allowed.
+    ``args`` are parsed, before Megatron fills in defaults. Another program's may lack Megatron's flags.
     """
     given = vars(args)
     if given.get("yaml_cfg") is not None:
@@ -36,14 +32,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check_model_config(model_config: Any) -> None:
-    """Refuse a model whose layers cannot be built here.
-
-    Args:
-        model_config: Megatron's, or of another kind, which is not checked.
-
-    Raises:
-        UsageError: the layers are TransformerEngine's, which is not here; or Megatron cannot build layers of MTP.
-    """
+    """Raise a ``UsageError`` if the layers of Megatron's ``model_config`` cannot be built here. Other configs pass."""
     if not is_gpt_config(model_config):
         return
     config = model_config.transformer
@@ -57,15 +46,7 @@ def check_model_config(model_config: Any) -> None:
 
 
 def check_layer_spec(transformer_impl: str, layer_spec: Any) -> None:
-    """Refuse Megatron's choice of layers if these are TransformerEngine's, which is not here.
-
-    Args:
-        transformer_impl: Megatron's flag.
-        layer_spec: of the model; ``None``: Megatron chooses.
-
-    Raises:
-        UsageError: these layers cannot be built.
-    """
+    """Raise a ``UsageError`` if, without a ``layer_spec``, the layers are TransformerEngine's, which is missing."""
     if layer_spec is None and transformer_impl != "local" and not HAVE_TE:
         raise UsageError(
             f"--transformer-impl {transformer_impl}: TransformerEngine cannot be imported in this Python. Give "
@@ -74,11 +55,7 @@ def check_layer_spec(transformer_impl: str, layer_spec: Any) -> None:
 
 
 def check_is_gpt(args: argparse.Namespace) -> None:
-    """Refuse flags of a hybrid model where a GPT is made from the flags, which would ignore them.
-
-    Raises:
-        UsageError: names the flag.
-    """
+    """Raise a ``UsageError`` for flags of a hybrid model, which a GPT that is made from the flags would ignore."""
     pattern = hybrid_pattern(MegatronFacts.of(vars(args)))
     if pattern is not None:
         raise UsageError(
@@ -88,11 +65,7 @@ def check_is_gpt(args: argparse.Namespace) -> None:
 
 
 def check_forward_step(args: argparse.Namespace, forward_step: Callable[..., Any]) -> None:
-    """Refuse Megatron's schedule of layers in parts where ``forward_step`` cannot follow it.
-
-    Raises:
-        UsageError: it makes no schedule plan.
-    """
+    """Raise a ``UsageError`` if Megatron schedules layers in parts and ``forward_step`` makes no schedule plan."""
     takes = inspect.signature(forward_step).parameters
     if args.overlap_moe_expert_parallel_comm and "return_schedule_plan" not in takes:
         raise UsageError(

@@ -22,10 +22,10 @@ from megatron.swap.trainer.checks import check_flags
 def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the ``--swap-…`` flags: Megatron's ``extra_args_provider``.
 
-    The parser's help begins with these flags, ``--help-swap`` prints them alone, and its errors are a paragraph. Once
-    it has parsed the command line of the program, two more things hold. A script that asks for swapping and then trains
-    without ``SwapSession.install``, which ``swap.pretrain`` calls, ends with an error before the model is built. An
-    error of ours that nobody catches is printed without a traceback, unless ``--swap-log-level debug`` is given.
+    The parser's help begins with these flags, ``--help-swap`` prints them alone, and its errors are a paragraph.
+    Parsing the program's command line has two more effects. A script that asks for swapping and trains without
+    ``SwapSession.install``, which ``swap.pretrain`` calls, ends with an error before the model is built. An uncaught
+    error of this package is printed without a traceback, unless ``--swap-log-level debug`` is given.
 
     Args:
         parser: Megatron's, or any other.
@@ -49,9 +49,8 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def swap_config(args: argparse.Namespace) -> Settings:
     """Return the checked settings of Megatron's parsed arguments.
 
-    Raises:
-        UsageError: a malformed or impossible value, a plan for another model, or a Megatron flag that is
-            incompatible with swapping.
+    Raises a ``UsageError`` for a malformed or impossible value, a plan for another model, or a Megatron flag that is
+    incompatible with swapping.
     """
     settings = settings_of(args)
     check_settings(MegatronFacts.of(vars(args)), settings)
@@ -109,7 +108,7 @@ class _HelpSwap(argparse.Action):
 
 
 def _require_session() -> None:
-    """See to it that training does not begin unswapped where the flags ask for swapping."""
+    """Make training fail at its beginning if the flags ask for swapping and no session was installed."""
     is_megatron_here = setup_model_and_optimizer.MODULE in sys.modules
     if is_megatron_here and not registry.is_patched(setup_model_and_optimizer.SYMBOL):
         applied = registry.apply((), [setup_model_and_optimizer.setup_model_and_optimizer_patch(_check_session)])

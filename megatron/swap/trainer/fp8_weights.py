@@ -1,4 +1,4 @@
-"""Whether linear layers in 8 bits keep copies of their weights: the planner's choice where no flag says it."""
+"""Whether linear layers in 8 bits keep copies of their weights: the planner's choice unless a flag decides."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ from megatron.swap.megatron_lm.fp8_weights import can_drop
 def choose_fp8_weights(
     facts: MegatronFacts, settings: Settings, command_line: Sequence[str]
 ) -> tuple[Settings, str | None]:
-    """Return ``settings`` with ``fp8_weights`` chosen where none is given and the run plans itself: what is faster.
+    """Return ``settings`` with the faster ``fp8_weights`` if none is given and the run plans itself.
 
-    Nothing is chosen, so that copies are kept, where TransformerEngine always keeps them, where the planner has no
-    figures for the GPU or no formulas for the model, and with pipeline stages.
-
-    Args:
-        command_line: the words of Megatron's command line.
-
-    Returns:
-        The settings, and a line that says so if copies are not kept.
+    Also return a line if copies are not kept. ``command_line`` has the words of Megatron's.
     """
+    # Copies are kept if TransformerEngine always keeps them, without figures for the GPU or formulas for the model, and
+    # with pipeline stages.
     budget_gib = settings.memory_gib
     if settings.memory_fraction is not None:
         budget_gib = settings.memory_fraction * device_memory_gib(facts, settings)

@@ -13,13 +13,11 @@ from typing import Any, NoReturn
 from megatron.swap.common.types import UsageError
 
 ENDINGS = (".idx", ".bin")
-MOST_SHOWN = 3
-"""Datasets that an error names."""
+MOST_SHOWN = 3  # datasets that an error names
 MARK = b"MMIDIDX\x00\x00"
+# Beginning of an `.idx` file: MARK, its version, the type of its tokens, its number of documents.
 HEAD = struct.Struct("<9sQBQ")
-"""The beginning of an ``.idx`` file: ``MARK``, its version, the type of its tokens, its number of documents."""
-PARTS = ("training", "validation", "the test")
-"""The parts of ``--split``, in its order."""
+PARTS = ("training", "validation", "the test")  # parts of `--split`, in its order
 
 
 def masks_documents(args: Namespace) -> bool:
@@ -33,11 +31,7 @@ def packs_documents(args: Namespace) -> bool:
 
 
 def check_packing(args: Namespace) -> None:
-    """Refuse what packed documents would train wrong with, and Megatron does not refuse.
-
-    Raises:
-        UsageError: names the flags.
-    """
+    """Raise a ``UsageError`` for flags with which packed documents would train wrong and Megatron would not refuse."""
     if not packs_documents(args):
         return
     pipeline, size, context = args.pipeline_model_parallel_size, args.micro_batch_size, args.context_parallel_size
@@ -62,13 +56,9 @@ def check_packing(args: Namespace) -> None:
 
 
 def check_data(args: Namespace) -> None:
-    """Refuse datasets that do not exist, and parts of them without a document.
+    """Raise a ``UsageError`` for datasets that do not exist, and for parts of them without a document.
 
-    A dataset is a prefix of an ``.idx`` and a ``.bin`` file, with ``--sft`` a file. In a part without a document
-    Megatron looks for tokens for ever.
-
-    Raises:
-        UsageError: names the flag, the files or the part, and what to give instead.
+    A dataset is a prefix of an ``.idx`` and a ``.bin`` file, with ``--sft`` a file.
     """
     blends = list(_blends(args))
     for flag, words, _ in blends:
@@ -88,6 +78,7 @@ def check_data(args: Namespace) -> None:
                     f"{_others(prefix)} tools/preprocess_data.py makes one from text, and prints its prefix; "
                     "--mock-data trains on random tokens."
                 )
+    # In a part without a document Megatron looks for tokens for ever.
     for flag, words, is_divided in blends if not args.sft else ():
         found = {prefix: _num_documents(flag, prefix) for prefix in _prefixes(words) if "://" not in prefix}
         if found and is_divided:
@@ -109,11 +100,7 @@ def split_for(num_documents: int) -> str:
 
 
 def refuse_empty_part(dataset: Any) -> NoReturn:
-    """Refuse a part of Megatron's data, where a script of the user's builds one without tokens.
-
-    Raises:
-        UsageError: names the part and the data.
-    """
+    """Raise a ``UsageError`` for a part without tokens that a script of the user's builds."""
     split = f", by the split {dataset.config.split}" if dataset.config.split else ""
     raise UsageError(
         f"{dataset.dataset_path}: the part for {dataset.index_split.name} has {len(dataset.indices)} documents{split}, "
@@ -122,7 +109,7 @@ def refuse_empty_part(dataset: Any) -> NoReturn:
 
 
 def _check_split(args: Namespace, num_documents: dict[str, int]) -> None:
-    """Refuse a ``--split`` that leaves no document to a part that is read. ``num_documents``: of each dataset."""
+    """Refuse a ``--split`` that leaves no document to a part that is read. ``num_documents`` is by dataset."""
     if args.split is None:
         raise UsageError("--data-args-path: needs --split, the shares of training, validation and test, as in 98,1,1.")
     remedy = f"Give {split_for(min(num_documents.values()))}, which evaluates nothing."
@@ -145,7 +132,7 @@ def _check_split(args: Namespace, num_documents: dict[str, int]) -> None:
 
 
 def _shares(split: str) -> Sequence[tuple[float, float] | None]:
-    """Return where each part begins and ends, from 0 to 1; ``None``: it has no share."""
+    """Return where each part begins and ends, from 0 to 1, or None for a part without a share."""
     from megatron.core.datasets import blended_megatron_dataset_config as config
 
     try:

@@ -20,9 +20,8 @@ def prepare(argv: Sequence[str] = ()) -> None:
     """Apply patches for PyPI's wheel and for machines without CUDA. Idempotent.
 
     From here on an error of this package ends the process with its message alone: without a traceback, unless
-    ``--swap-log-level debug`` asks for it.
-
-    A script of your own on a GPU, beside a Megatron-LM checkout, needs none of this.
+    ``--swap-log-level debug`` asks for it. A script of your own on a GPU, beside a Megatron-LM checkout, needs none of
+    this.
 
     Args:
         argv: the command line.

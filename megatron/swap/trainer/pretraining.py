@@ -31,16 +31,16 @@ def pretrain(
 
     Args:
         args: Megatron's parsed arguments, with those of ``add_swap_args``.
-        provide_datasets: as for Megatron's ``pretrain``, its ``train_valid_test_dataset_provider``.
-        forward_step: as for Megatron's ``pretrain``, its ``forward_step_func``.
-        model_provider: as for Megatron's ``pretrain``: builds one chunk of the model. ``None``: a GPT as the flags say.
-        layer_spec: layer spec of that GPT, or a function of the model's config that returns it; ``None``: Megatron's.
+        provide_datasets: Megatron's ``train_valid_test_dataset_provider``.
+        forward_step: Megatron's ``forward_step_func``.
+        model_provider: as for Megatron's ``pretrain``: builds one chunk of the model. By default a GPT from the flags.
+        layer_spec: layer spec of this GPT, or a function of the model's config that returns it. By default Megatron's.
         options: more arguments of Megatron's ``pretrain``, by name.
 
     Raises:
         SwapError, PatchError: as ``SwapSession.install``, before anything is built.
-        UsageError: this Megatron makes no such GPT from flags, or refuses the flags; or ``forward_step`` cannot do what
-            they ask for.
+        UsageError: this Megatron makes no such GPT from flags, or refuses the flags; or ``forward_step`` cannot follow
+            them.
     """
     builds_gpt = model_provider is None
     with told_refusals(in_full=args.swap_log_level == "debug"):

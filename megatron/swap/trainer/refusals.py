@@ -20,15 +20,9 @@ REFUSALS = (
 
 @contextmanager
 def told_refusals(*, in_full: bool) -> Iterator[None]:
-    """Turn an exception by which Megatron refuses flags into an error of one paragraph.
+    """Turn an exception by which Megatron refuses flags into a ``UsageError`` of one paragraph.
 
-    Megatron checks flags by assertions, of which some say nothing: then the condition is told.
-
-    Args:
-        in_full: leave Megatron's exception as it is, to be told with its traceback.
-
-    Raises:
-        UsageError: Megatron refused the flags.
+    ``in_full`` leaves the exception as it is, to be shown with its traceback.
     """
     try:
         yield
@@ -44,7 +38,7 @@ def told_refusals(*, in_full: bool) -> Iterator[None]:
 
 
 def _refusal(error: Exception) -> str:
-    """Return what Megatron says, or the condition that does not hold with the values in it; and where it is checked."""
+    """Return Megatron's words, or the failed condition with its values, and its place in the source."""
     frame, line_number = list(traceback.walk_tb(error.__traceback__))[-1]
     file = frame.f_code.co_filename
     line = linecache.getline(file, line_number).strip()
@@ -52,6 +46,7 @@ def _refusal(error: Exception) -> str:
     flags = {name: f"--{name.replace('_', '-')}" for name in re.findall(r"args\.(\w+)", line) if name in parsed}
     values = {flag: "" if parsed[name] is True else f" {parsed[name]}" for name, flag in flags.items()}
     given = sorted(flag + value for flag, value in values.items() if flag in sys.argv)
+    # Megatron checks flags by assertions, some of which have no text.
     text = str(error).strip() or f"{line.removeprefix('assert ')} does not hold"
     where = f"{'/'.join(file.split('/')[-3:])}, line {line_number}"
     return f"{text} ({', '.join([*given, where])})"

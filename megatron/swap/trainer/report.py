@@ -27,9 +27,7 @@ def report_of(
 ) -> RankReport:
     """Return this rank's figures. Reads losses from the device, which must be idle or broken.
 
-    Args:
-        parts: ``None`` where no saved tensor was touched.
-        optimizer: ``None`` where no optimizer state was offloaded.
+    ``parts`` is None if no saved tensor was touched, ``optimizer`` if no optimizer state was offloaded.
     """
     observer = run_device.observer
     report = RankReport(
@@ -62,12 +60,7 @@ def memory_of(
     chunks: Sequence[nn.Module],
     optimizer: Any,
 ) -> list[MemoryRow]:
-    """Return the memory in use on this rank, by kind and tier.
-
-    Args:
-        chunks: the model on this rank.
-        optimizer: Megatron's, or ``None``.
-    """
+    """Return the memory in use on this rank, by kind and tier. ``optimizer`` is Megatron's, or None."""
     offloaded = swap.offloaded_tensors() if swap is not None else ()
     inner = [one.optimizer for one in unchained(optimizer)]
     return memory_report.measure(report, run_device.device, chunks, inner, offloaded)
@@ -92,11 +85,7 @@ def write_summary(
 def lines_of(
     summary: dict[str, Any], settings: Settings, reports: Sequence[RankReport], *, swaps: bool
 ) -> list[str]:
-    """Return what is printed at the end: the table of layers, a line on the device's allocator, and the verdict.
-
-    Args:
-        swaps: whether layers were to be swapped.
-    """
+    """Return the lines at the end: the table of layers, the device's allocator, the verdict if layers were swapped."""
     device = device_line(summary, expands_segments())
     verdict = [f" swap: {line}" for line in verdict_lines(settings, reports)] if swaps else []
     return [layer_table(summary, swaps), *([] if device is None else [device]), *verdict]

@@ -41,10 +41,6 @@ class SwapSession(Run):
 
     A script calls ``install``, and ``close`` if training never begins. Megatron calls the rest: ``attach`` when the
     model is built, the ``on_…`` methods through patches.
-
-    Args:
-        args: Megatron's parsed arguments.
-        settings: of the run.
     """
 
     def __init__(self, args: Namespace, settings: Settings) -> None:
@@ -106,9 +102,7 @@ class SwapSession(Run):
         return super().attach(chunks)
 
     def close(self) -> None:
-        """Uninstall everything from Megatron and release all memory. Idempotent.
-
-        Call it after the last backward.
+        """Uninstall everything from Megatron and release all memory, after the last backward. Idempotent.
 
         Raises:
             DiskError: a write failed, so the state on disk is incomplete. All else is uninstalled and released.
@@ -130,7 +124,7 @@ class SwapSession(Run):
         return self.hints.around_checkpointed_forward(block)
 
     def recomputer(self) -> Recomputer | None:
-        """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
+        """Return the recomputer of this rank; None before the model is built, or if nothing is recomputed."""
         return self.hints.recomputer()
 
     def on_optimizer_built(self, optimizer: Any) -> None:
@@ -144,7 +138,7 @@ class SwapSession(Run):
         self._reserve_host_memory()
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
-        """Offload ``param``, which Megatron's optimizer has just made, if it is to be offloaded.
+        """Offload ``param``, which Megatron's optimizer has just made, if it was chosen.
 
         Raises:
             UsageError: no model was attached.
@@ -156,7 +150,7 @@ class SwapSession(Run):
         """Refuse to train a model that was not attached, or that has no layers to swap.
 
         Raises:
-            UsageError: it was not, and saved tensors or optimizer state are to be offloaded or counted; or it has no
+            UsageError: no model was attached, and its tensors or state are to be offloaded or counted; or it has no
                 ``TransformerBlock``.
         """
         needs_model = self.settings.attaches or self.run_device.observer is not None
@@ -177,15 +171,11 @@ class SwapSession(Run):
         writer: Any,
         averages_next: bool = False,
     ) -> None:
-        """End the iteration as a step, and print its line.
+        """End ``iteration`` (from 1) as a step, and print its line if Megatron has printed its own (``is_logged``).
 
-        Args:
-            iteration: its number, from 1.
-            losses: by name, tensors of one element; empty on all pipeline stages but the last.
-            grad_norm: of all ranks, or ``None``.
-            is_logged: whether Megatron has printed its own line.
-            writer: Megatron's TensorBoard writer, or ``None``.
-            averages_next: Megatron's next line is a mean over this iteration too.
+        ``losses`` are tensors of one element by name; empty on all pipeline stages but the last. ``grad_norm`` is of
+        all ranks. ``writer`` is Megatron's TensorBoard writer, or None. ``averages_next``: Megatron's next line is a
+        mean over this iteration, too.
 
         Raises:
             Infeasible: the planner found no plan that fits the budget.
@@ -200,12 +190,9 @@ class SwapSession(Run):
                 )
 
     def on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
-        """Report and close; after a failure only uninstall everything from Megatron.
+        """Report and close; after a ``failure`` only uninstall everything from Megatron.
 
-        Args:
-            failure: the exception that ended training, or ``None``.
-            chunks: the model on this rank.
-            optimizer: Megatron's, or ``None``.
+        ``chunks`` are the model on this rank, ``optimizer`` is Megatron's, or None.
 
         Raises:
             DiskError: a write failed, so the state on disk is incomplete.

@@ -62,9 +62,7 @@ class TrainerEvents(ModelEvents, Protocol):
 def patches_of(facts: MegatronFacts, settings: Settings, kinds: Collection[str], events: TrainerEvents) -> RunPatches:
     """Return the patches that a run of Megatron's trainer needs, and those that it uses where they fit.
 
-    Args:
-        kinds: producers whose outputs may be recomputed, some of ``PRODUCERS``.
-        events: called by the patched functions.
+    The patched functions call ``events``.
     """
     of_model = patches_of_model(facts, settings, kinds, events)
     needs = [
@@ -86,12 +84,9 @@ def patches_of(facts: MegatronFacts, settings: Settings, kinds: Collection[str],
 
 
 def supply_fusion_kernel(args: Namespace) -> Sequence[Misfit]:
-    """Give Megatron's linear layers TransformerEngine's kernel where they fuse gradients and apex has none for them.
+    """Give Megatron's linear layers TransformerEngine's kernel if they fuse gradients and apex has none for them.
 
-    It stays for the whole process: the backward of every model that is built with it calls it.
-
-    Returns:
-        The patches that do not fit, so that there is no kernel.
+    Return the patches that do not fit, so that there is no kernel.
     """
     kernel = weight_gradients.te_kernel() if args.gradient_accumulation_fusion else None
     if kernel is None or weight_gradients.has_kernel():
@@ -99,30 +94,26 @@ def supply_fusion_kernel(args: Namespace) -> Sequence[Misfit]:
     patches = weight_gradient_kernel.weight_gradient_kernel_patches(kernel)
     misfits = registry.find_misfits(patches)
     if not misfits:
+        # For the whole process: the backward of every model that is built with it calls it.
         _supplied.append(registry.apply(patches))
     return misfits
 
 
 def refuse_fusion_without_kernel(args: Namespace) -> None:
-    """Refuse to fuse gradients where linear layers have no kernel for it: Megatron fails when it builds the model.
-
-    Raises:
-        UsageError: they have none.
-    """
+    """Raise a ``UsageError`` if linear layers fuse gradients without a kernel."""
+    # Megatron itself fails only when it builds the model.
     if args.gradient_accumulation_fusion and not weight_gradients.has_kernel():
         raise UsageError(weight_gradients.lacks_kernel())
 
 
 def switch_fusion_off(left_out: Sequence[Misfit], args: Namespace, model_config: Any) -> bool:
-    """Switch Megatron's fused gradient accumulation off if its patch is among those ``left_out``; return whether it is.
+    """Switch Megatron's fused gradient accumulation off if its patch is among those ``left_out``. Return whether it is.
 
-    Without the patch, Megatron's linear layers lose the gradients of their weights.
-
-    Args:
-        model_config: Megatron's model settings, or ``None`` if the model's is made from ``args`` later.
+    ``model_config`` is None if the model's is made from ``args`` later.
     """
     if all(misfit.patch is not linear_weight_gradients.PATCH for misfit in left_out):
         return False
+    # Without the patch, Megatron's linear layers lose the gradients of their weights.
     args.gradient_accumulation_fusion = False
     if model_config is not None:
         model_config.gradient_accumulation_fusion = False

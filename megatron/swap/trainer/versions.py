@@ -16,7 +16,7 @@ from megatron.swap.megatron_lm.layer_specs import default_layer_spec, has_model_
 
 
 def is_gpt_config(model_config: Any) -> bool:
-    """Return whether ``model_config`` is Megatron's model config of a GPT, which it has since 0.19."""
+    """Return whether ``model_config`` is Megatron's model config of a GPT, which exists since 0.19."""
     if not has_model_config():
         return False
     from megatron.training.models.gpt import GPTModelConfig
@@ -25,11 +25,7 @@ def is_gpt_config(model_config: Any) -> bool:
 
 
 def model_config_of(args: Namespace, layer_spec: Any = None) -> Any:
-    """Return Megatron's model config of the GPT that ``args`` describe. It exists if ``has_model_config()``.
-
-    Args:
-        layer_spec: as for ``make_layer_spec``; ``None``: Megatron's choice.
-    """
+    """Return Megatron's model config of the GPT that ``args`` describe, if ``has_model_config()``."""
     from megatron.training import argument_utils
 
     model_config = argument_utils.gpt_config_from_args(args)
@@ -39,16 +35,11 @@ def model_config_of(args: Namespace, layer_spec: Any = None) -> Any:
 
 
 def ignored_scaling(args: Namespace, model_config: Any) -> str | None:
-    """Return a line if Megatron ignores ``--rope-scaling-factor``, as ``gpt_config_from_args`` does; else ``None``.
-
-    It is not set here: weights that were trained by Megatron alone have positions that are scaled by the default.
-
-    Args:
-        model_config: Megatron's model config; ``None``: the model is a user's.
-    """
+    """Return a line if Megatron ignores ``--rope-scaling-factor``, as ``gpt_config_from_args`` does, or None."""
     given = vars(args).get("rope_scaling_factor")
     if not is_gpt_config(model_config) or not args.use_rope_scaling or given == model_config.rope_scaling_factor:
         return None
+    # The factor is not set here: weights trained by Megatron alone have positions scaled by the default.
     return (
         f"--rope-scaling-factor {given:g} has no effect: Megatron's trainer scales by "
         f"{model_config.rope_scaling_factor:g}. Give swap.pretrain a model_provider to scale by another factor"
@@ -56,14 +47,9 @@ def ignored_scaling(args: Namespace, model_config: Any) -> str | None:
 
 
 def gpt_provider(args: Namespace, layer_spec: Any = None) -> Callable[..., Any]:
-    """Return a model provider, as Megatron's ``pretrain`` takes it, of the GPT that ``args`` describe.
+    """Return a provider of the GPT that ``args`` describe, as Megatron's ``pretrain`` takes it.
 
-    Args:
-        args: Megatron's parsed arguments.
-        layer_spec: as for ``make_layer_spec``; ``None``: ``default_layer_spec``.
-
-    Raises:
-        UsageError: a flag needs a model of another kind.
+    ``layer_spec`` is ``default_layer_spec`` if it is not given. Raises a ``UsageError`` if a flag needs another model.
     """
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.training import argument_utils
@@ -120,9 +106,7 @@ def pretrain_call(
 ) -> Callable[[], None]:
     """Return the call of Megatron's ``pretrain``, whose arguments have other places in each version.
 
-    Args:
-        model_config: Megatron's model config; ``None``: ``options`` have a ``model_provider``.
-        options: more arguments of ``pretrain``.
+    Without ``model_config``, ``options`` have a ``model_provider``.
     """
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
