@@ -31,40 +31,30 @@ from megatron.swap.profiling.saved_tensor_hooks import are_hooks_off, innermost_
 class Runs(Protocol):
     """Interface of the object that decides about the runs of a layer."""
 
-    errors: Callable[[], AbstractContextManager[None]]
-    """Makes a context in which errors are in the caller's words."""
+    errors: Callable[[], AbstractContextManager[None]]  # makes a context in which errors have the caller's spelling
 
     def begin(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun | None:
-        """Begin a run with gradients; ``None``: the layer runs as if it had no boundary."""
+        """Begin a run with gradients. None: the layer runs as if it had no boundary."""
 
     def is_idle(self) -> bool:
         """Whether the layer that begins may run as if it had no boundary, because everything is kept."""
 
     def in_checkpoint(self, boundary: Boundary) -> None:
-        """Refuse a layer that runs inside somebody's checkpoint, unless it keeps everything."""
+        """Refuse a layer that runs inside a checkpoint of the user's, unless it keeps everything."""
 
     def unhooked(self) -> None:
         """Note that a layer runs with gradients where autograd calls no hooks."""
 
     def on_backward(self, boundary: Boundary) -> Callable[[], None]:
-        """Return what is called when backward enters the run that has ended. The graph holds it."""
+        """Return the callback for the moment when backward enters the run that has ended. The graph holds it."""
 
 
 class Boundary(BoundsLayer):
-    """Replaces the ``forward`` of one layer by one that handles the layer's saved tensors.
+    """Replaces the ``forward`` of one layer by a function that handles the layer's saved tensors.
 
-    ``torch.compile`` leaves the layer uncompiled. A layer that calls itself is one layer: the calls within a call have
-    no boundary.
-
-    Args:
-        spec: the layer.
-        saved_tensors: the engine's hooks.
-        runs: decides about each run.
-        hooked: False for a layer that keeps everything: the boundary then only marks the progress of backward.
-        makes_operators: the policy may make single operators again. Otherwise the framework's kernels record what they
-            make.
-        may_follow: whether the layer's operators may be followed for that.
-        alike: says which runs are not measured; ``None``: all are.
+    ``hooked`` is False for a layer that keeps everything: its boundary only marks the progress of backward.
+    ``makes_operators``: the policy may recompute single operators, which are followed if they ``may_follow``; otherwise
+    the framework's kernels record their outputs. ``alike`` tells which runs are not measured; by default all are.
     """
 
     def __init__(
@@ -122,6 +112,8 @@ class Boundary(BoundsLayer):
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        # `torch.compile` leaves the layer uncompiled. A layer that calls itself is one layer: inner calls have no
+        # boundary.
         if self._is_running:
             return self._own_forward(*args, **kwargs)
         if are_hooks_off():
@@ -166,7 +158,7 @@ class Boundary(BoundsLayer):
                 self.makers.end()
 
     def _prepare(self, run: LayerRun) -> None:
-        """Decide how ``run`` is done, beside what the policy says."""
+        """Decide how ``run`` is done, in addition to the policy."""
         if self.makers is None:
             return
         self._refuse_caches(run)
@@ -206,7 +198,7 @@ class Boundary(BoundsLayer):
         return self._marked(result, run)
 
     def _hooks(self, run: LayerRun) -> AbstractContextManager[Any]:
-        """Return the context in which what ``run`` saves is kept, offloaded or recomputed."""
+        """Return the context in which the tensors that ``run`` saves are kept, offloaded or recomputed."""
         # The hooks outlive the run. They must not hold it, since it holds the layer's input.
         group, number, names, makers = run.group, run.number, self._names, self.makers
         on_recomputed = None if makers is None else makers.begin(run)

@@ -19,21 +19,11 @@ from megatron.swap.layers.whole import torch_checkpoint
 
 
 def _nothing() -> None:
-    """Is called where nobody learns the order of runs."""
+    """Default callback while the order of runs is not learned."""
 
 
 class Layers:
-    """The boundaries around the layers of this rank, whose numbers are given. ``remove`` removes them.
-
-    Args:
-        saved_tensors: the engine's hooks.
-        policy: decides about the runs by their numbers.
-        errors: makes a context in which errors are in the caller's words.
-
-    Attributes:
-        boundaries: of all layers.
-        have_run_unhooked: layers have run where autograd calls no hooks, so that nothing was swapped.
-    """
+    """The boundaries around the layers of this rank, whose numbers are given. ``remove`` removes them."""
 
     def __init__(
         self,
@@ -42,8 +32,8 @@ class Layers:
         errors: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.boundaries: list[Boundary] = []
-        self.errors = errors
-        self.have_run_unhooked = False
+        self.errors = errors  # makes a context in which errors have the caller's spelling
+        self.have_run_unhooked = False  # layers have run where autograd calls no hooks: nothing was swapped
         self._saved_tensors = saved_tensors
         self._policy = policy
         self._chunks: list[tuple[list[Boundary], bool]] = []
@@ -53,8 +43,7 @@ class Layers:
     def install(self, specs: Sequence[LayerSpec], *, ends_in_loss: bool = True) -> None:
         """Put boundaries around the layers of a model chunk, in the order of forward.
 
-        Raises:
-            UsageError: the policy lets a layer run again that must not.
+        Raises a ``UsageError`` if the policy lets a layer run again that must not.
         """
         policy, chunk = self._policy, list[Boundary]()
         for spec in specs:
@@ -71,7 +60,7 @@ class Layers:
     # ------------------------------------------------------------------- asked by boundaries
 
     def begin(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun | None:
-        """Begin a run with gradients; ``None``: the layer runs as if it had no boundary."""
+        """Begin a run with gradients. None: the layer runs as if it had no boundary."""
         (planned,) = self._runs[boundary]
         return LayerRun(planned.number, planned.position, args, kwargs, checkpoint=planned.checkpoint)
 
@@ -80,11 +69,7 @@ class Layers:
         return self._policy.is_idle and not self._saved_tensors.manager.guard.is_on
 
     def in_checkpoint(self, boundary: Boundary) -> None:
-        """Refuse a swapped layer that runs inside somebody's checkpoint.
-
-        Raises:
-            UsageError: it would save no tensors.
-        """
+        """Raise a ``UsageError`` for a swapped layer inside a checkpoint of the user's: it would save no tensors."""
         (planned,) = self._runs[boundary]
         if planned.position.swapped:
             raise UsageError(
@@ -98,7 +83,7 @@ class Layers:
         self.have_run_unhooked = True
 
     def on_backward(self, boundary: Boundary) -> Callable[[], None]:
-        """Return what is called when backward enters the run that has ended."""
+        """Return the callback for the moment when backward enters the run that has ended."""
         return _nothing
 
     # ------------------------------------------------------------------- asked by a run
@@ -113,11 +98,7 @@ class Layers:
         return bool(self._chunks)
 
     def apply_policy(self, window_bytes: int | None) -> None:
-        """Apply the changed policy from the next forward on. Call this between steps; its layers must all be hooked.
-
-        Args:
-            window_bytes: as in ``EngineSettings``.
-        """
+        """Apply the changed policy from the next forward on. Call this between steps; its layers must all be hooked."""
         self._plan_runs()
         self._saved_tensors.manager.apply_policy(window_bytes)
 

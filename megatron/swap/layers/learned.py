@@ -1,4 +1,4 @@
-"""Boundaries around the layers of a model that runs them in an order of its own. Runs, not modules, have numbers."""
+"""Boundaries around the layers of a model that runs them in its own order. Runs, not modules, have numbers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,8 @@ from megatron.swap.params.module_weights import computing_devices
 class LearnedLayers(Layers):
     """The boundaries around all layers of a model. The first step shows the order of their runs.
 
-    Args:
-        modules: the layers, each once.
-        saved_tensors: the engine's hooks.
-        policy: decides about the runs by their numbers.
-        is_measuring: whether steps are measured now.
-        has_room: whether the host has room for this many bytes more.
-        autocast_cache: as in ``LayerSpec``.
-        errors: as in ``Layers``.
-
-    Attributes:
-        order: of the runs.
+    ``is_measuring`` returns whether steps are measured now, ``has_room`` whether the host has room for that many bytes
+    more. ``modules`` has each layer once.
     """
 
     def __init__(
@@ -54,7 +45,7 @@ class LearnedLayers(Layers):
         self._alike = AlikeRuns(is_measuring, has_room)
         self._has_begun = False
         self._depth = 0  # of the model's forwards that run now
-        self.order = RunOrder()
+        self.order = RunOrder()  # of the runs
         self.install([
             LayerSpec(module=module, number=number, autocast_cache=autocast_cache)
             for number, module in enumerate(modules)
@@ -82,10 +73,9 @@ class LearnedLayers(Layers):
     # ------------------------------------------------------------------- asked by boundaries
 
     def begin(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun | None:
-        """Begin a run with gradients; ``None``: the layer runs apart.
+        """Begin a run with gradients, or return None: the layer runs apart.
 
-        Raises:
-            UsageError: the model's forward does not run.
+        Raises a ``UsageError`` if the model's forward does not run.
         """
         if boundary in self.order.apart:
             return None
@@ -105,28 +95,20 @@ class LearnedLayers(Layers):
         return self.order.is_known and super().is_idle()
 
     def in_checkpoint(self, boundary: Boundary) -> None:
-        """Refuse a layer that runs inside the model's checkpoint.
-
-        Raises:
-            UsageError: the planner decides about it.
-        """
+        """Raise a ``UsageError`` for a layer inside the model's checkpoint: the planner decides about recomputation."""
         raise UsageError(
             f"{type(boundary.module).__name__} runs inside an activation checkpoint of the model, and memory_gib plans "
             "what is recomputed. Switch the model's checkpointing off."
         )
 
     def on_backward(self, boundary: Boundary) -> Callable[[], None]:
-        """Return what is called when backward enters the run that has ended."""
+        """Return the callback for the moment when backward enters the run that has ended."""
         return self.order.on_backward(boundary)
 
     # ------------------------------------------------------------------- the model's forward
 
     def begin_forward(self) -> None:
-        """Begin a forward of the model.
-
-        Raises:
-            UsageError: while the first steps are measured, the forward before this one waits for its backward.
-        """
+        """Begin a forward of the model. Raises a ``UsageError`` as ``RunOrder.begin_forward``."""
         self.order.begin_forward(is_measuring=self._saved_tensors.active_recorder is not None)
         self._alike.begin_forward()
         self._has_begun = True
@@ -135,8 +117,7 @@ class LearnedLayers(Layers):
     def around(self, model: nn.Module) -> Iterator[None]:
         """Return a context for the forward of ``model`` that records tensors saved outside its layers.
 
-        Raises:
-            UsageError: it trains, and did not begin: its ``forward`` was called, and not the model.
+        Raises a ``UsageError`` if it trains and did not begin: its ``forward`` was called, and not the model.
         """
         if torch.is_grad_enabled() and not in_backward() and not self._has_begun:
             raise UsageError(f"{type(model).__name__}.forward is called by itself: call the model, model(...).")
@@ -155,13 +136,9 @@ class LearnedLayers(Layers):
         return [boundary.module for boundary in self.order.seen()]
 
     def learn_order(self, window_bytes: int | None) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Number the runs as in ``seen_order``, which is not empty. What all other layers save is kept from now on.
+        """Number the runs as in ``seen_order``, which is not empty. Other layers keep their saved tensors from now on.
 
-        Args:
-            window_bytes: as in ``apply_policy``.
-
-        Returns:
-            The layers that no backward has entered, and those that run in other forwards than the longest.
+        Return the layers that no backward has entered, and those that run in other forwards than the longest.
         """
         idle, elsewhere = self.order.learn()
         for boundary in self.boundaries:
@@ -171,7 +148,7 @@ class LearnedLayers(Layers):
         return [boundary.module for boundary in idle], [boundary.module for boundary in elsewhere]
 
     def describe(self, model: nn.Module) -> Model:
-        """Return what a plan file says of ``model``. What only a Megatron model has is 1."""
+        """Return the description of ``model`` for a plan file. Sizes that only a Megatron model has are 1."""
         shape = self.order.hidden_shape
         batch, *middle, width = shape if len(shape) > 1 else (1, 1)
         parameter = next(model.parameters())

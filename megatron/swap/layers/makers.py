@@ -25,26 +25,20 @@ from megatron.swap.operators.kinds import tensors_in
 from megatron.swap.operators.records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch
 from megatron.swap.operators.repeats import RepeatedRuns
 
+# A layer is followed no more after this many runs in a row of which C++ has not seen all operators. Such a layer takes
+# a gradient, enters a dispatch mode, or has operators in other threads. Single runs do so while `torch.compile`
+# compiles.
 MOST_UNSEEN = 3
-"""Runs in a row of which C++ has not seen all operators, behind which a layer is followed no more: it takes a gradient,
-enters a dispatch mode, or has operators in other threads. One run may do so while ``torch.compile`` compiles."""
 
+# A storage by its number in an order, and an alias that shows whether it was changed.
 Probe = tuple[OperatorOrder, int, Alias]
-"""A storage by its number in an order, and an alias that shows whether it was changed."""
 
 
 class Makers:
-    """Follows the operators of one layer, to make some of what it saves again in backward.
+    """Follows the operators of one layer, to recompute some of its saved tensors in backward.
 
-    Args:
-        saved_tensors: the engine's hooks.
-        call: the layer's own forward.
-        constants: returns the layer's parameters and buffers.
-        is_possible: False: no run is followed.
-
-    Attributes:
-        is_first_step: it shows the order of the operators, and what is changed in place. Nothing is recomputed.
-        is_following: whether operators are followed at all.
+    ``call`` is the layer's own forward. ``constants`` returns its parameters and buffers. No run is followed unless it
+    ``is_possible``.
     """
 
     def __init__(
@@ -60,6 +54,7 @@ class Makers:
         self._constants = constants
         # C++ is built once for a machine, and now: a step that waits for the compiler would be judged slow.
         self.is_following = load_operators() is not None and is_possible
+        # The first step shows the order of the operators, and in-place changes. It recomputes nothing.
         self.is_first_step = True
         self._num_unseen = 0  # runs in a row
         self._orders: dict[int, OperatorOrder] = {}  # of the n-th run
@@ -75,10 +70,8 @@ class Makers:
         return self._orders.get(run.nth)
 
     def did(self, run: LayerRun) -> Any:
-        """Return the operators of the last run like ``run``, with the shapes of what they made; or what it saved.
-
-        A layer that is not followed is told from others by what it saves.
-        """
+        """Return the operators of the last run like ``run`` with the shapes of outputs, or its saved tensors' forms."""
+        # A layer that is not followed is told from others by its saved tensors.
         order = self._orders.get(run.nth)
         return self._saved.get(run.nth) if order is None else zip(order.operators, order.shapes, strict=True)
 
@@ -92,7 +85,7 @@ class Makers:
     # ---------------------------------------------------------------------- a run
 
     def begin(self, run: LayerRun) -> Callable[[Collection[int]], None] | None:
-        """Begin ``run``. Return what is called at its end with the storages that are recomputed."""
+        """Begin ``run``. Return the callback for its end, which takes the storages that are recomputed."""
         order, recomputer = self._orders.get(run.nth), self._saved_tensors.recomputer
         if order is not None and recomputer is not None and order.num_modes != _len_torch_dispatch_stack():
             self._repeats.forget((run.number, run.nth))
@@ -106,11 +99,11 @@ class Makers:
         return lambda addresses: self._note_recomputed(number, nth, addresses)
 
     def packer(self, *arguments: Any) -> LayerPacker:
-        """Return what packs the tensors of the run that has begun; as for ``SavedTensors.hooks``."""
+        """Return the packer of the run that has begun. Arguments as for ``SavedTensors.hooks``."""
         return self._repeats.packer(*arguments)
 
     def run(self, run: LayerRun) -> Any:
-        """Run the layer. If some of what it saves may be recomputed, watch its operators, or record them."""
+        """Run the layer. If some of its saved tensors may be recomputed, watch its operators, or record them."""
         recomputer = self._saved_tensors.recomputer
         if recomputer is None or not recomputer.is_recording or not self.is_following:
             return self.run_unwatched(run, *run.args, **run.kwargs)
@@ -133,12 +126,12 @@ class Makers:
         return result
 
     def end(self) -> None:
-        """Hold nothing of the run, which is over or has failed."""
+        """Drop all references to the run, which is over or has failed."""
         self._records = None
         self._repeats.drop_packer()
 
     def run_unwatched(self, run: LayerRun, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer. While steps are measured, note the forms of what it saves."""
+        """Run the layer. While steps are measured, note the forms of its saved tensors."""
         with nullcontext() if run.kind is None else self._noting_saved(run):
             return self._call(*args, **kwargs)
 
@@ -166,14 +159,12 @@ class Makers:
         return result
 
     def must_watch(self, run: LayerRun) -> bool:
-        """Whether a run in a checkpoint has to be watched.
-
-        Else the first run under a plan would have to watch, and to keep what single operators have made.
-        """
+        """Whether a run in a checkpoint has to be watched."""
+        # Unwatched, the first run under a plan would have to watch, and to keep the outputs of single operators.
         return bool(run.like) and self.is_following and run.nth not in self._orders
 
     def needs(self, run: LayerRun) -> tuple[bool, ...]:
-        """Return which of the tensors that are there before ``run`` need gradients."""
+        """Return which of the tensors that exist before ``run`` need gradients."""
         return tuple([tensor.requires_grad for tensor in self._tensors_before(run)])
 
     def take_probes(self) -> list[Probe]:
@@ -183,14 +174,14 @@ class Makers:
 
     @staticmethod
     def check(probes: list[Probe]) -> None:
-        """Note what was changed in place between forward and backward."""
+        """Note the storages that were changed in place between forward and backward."""
         for order, number, probe in probes:
             if probe.changed():
                 order.last_write[number] = inf
         probes.clear()
 
     def forget_decisions(self) -> None:
-        """The policy changes: the next run records all operators, and repeats nothing."""
+        """Let the next run record all operators and repeat nothing: the policy changes."""
         self._wanted = {}
         self._repeats.clear()
 
@@ -205,7 +196,9 @@ class Makers:
         recomputer.forget_trials(run.number)
 
     def _note_recomputed(self, number: int, nth: int, addresses: Collection[int]) -> None:
-        """Note which operators the layer's next runs under this policy have to record, and what to repeat."""
+        """Note the operators that the layer's next runs under this policy have to record, and the outcomes to
+        repeat.
+        """
         records, self._records = self._records, None
         if records is None:
             return

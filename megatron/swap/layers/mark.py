@@ -30,9 +30,8 @@ class _Mark(torch.autograd.Function):
 def mark(result: Any, on_backward: Callable[[], None], *, is_alone: bool) -> Any:
     """Return ``result`` of a layer such that ``on_backward`` is called before backward enters the layer.
 
-    Args:
-        result: of a framework's layer: the hidden states, alone or first in a tuple.
-        is_alone: nobody gets the layer's results but by ``result``, as with a framework's layers.
+    ``is_alone``: the caller gets the layer's results only by ``result``, the hidden states alone or first in a tuple,
+    as with a framework's layers.
     """
     if is_alone and isinstance(result, tuple):
         return (_Mark.apply(result[0], on_backward), *result[1:])

@@ -1,7 +1,7 @@
-"""Runs of layers that need not be measured: two like them were, in the same forward, and the host has no room for more.
+"""Runs of layers that are not measured: two like them were, in the same forward, and the host has no room for more.
 
-What the layers of a model save may be many times what host and device can hold (200 GiB in 80 layers of a 70B). Most
-layers are alike, so a few of them show what all save. The others run in a checkpoint while steps are measured.
+A model's layers may save many times the bytes of host and device (200 GiB in 80 layers of a 70B). Most layers are
+alike, so a few of them show the others' saved tensors. The others run in a checkpoint while steps are measured.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from megatron.swap.devices.plain_tensors import is_plain
 from megatron.swap.engine.handle import Alias
 from megatron.swap.engine.producer_records import version_probe_of
 
+# Measure at least two runs of each kind in each forward, even if host memory is full. One is not enough: the model
+# often still holds the first layer's input, so that layer frees less.
 LEAST_MEASURED = 2
-"""Runs of a kind that are measured in each forward whatever the host has room for. The first differs from others where
-the model holds its input."""
 
 
 class AlikeRuns:
-    """Says which runs of a forward are like some that were measured.
+    """Tells which runs of a forward are like measured runs.
 
-    Args:
-        is_measuring: whether steps are measured now.
-        has_room: whether the host has room for this many bytes more.
+    ``is_measuring`` returns whether steps are measured now, ``has_room`` whether the host has room for that many bytes
+    more.
     """
 
     def __init__(self, is_measuring: Callable[[], bool], has_room: Callable[[int], bool]) -> None:
@@ -42,7 +41,7 @@ class AlikeRuns:
         self._inputs.clear()
 
     def find(self, kind: Hashable) -> tuple[int, ...]:
-        """Return the numbers of the measured runs that show what the next run of ``kind`` saves; none: measure it."""
+        """Return the numbers of the measured runs that stand for the next run of ``kind``; none: measure it."""
         measured = self._measured.get(kind, [])
         if len(measured) < LEAST_MEASURED or self._has_room(self._num_bytes.get(kind, 0)):
             return ()
@@ -51,12 +50,7 @@ class AlikeRuns:
         return () if kind in self._unrepeatable else tuple(measured)
 
     def note(self, kind: Hashable, number: int, num_bytes: int, inputs: Iterable[torch.Tensor]) -> None:
-        """Note that run ``number`` was measured.
-
-        Args:
-            num_bytes: that it offloads.
-            inputs: what the layer was called with.
-        """
+        """Note that run ``number`` was measured: it was called with ``inputs`` and offloads ``num_bytes``."""
         self._measured.setdefault(kind, []).append(number)
         self._inputs.setdefault(kind, []).extend(map(version_probe_of, inputs))
         self._num_bytes[kind] = num_bytes
@@ -69,13 +63,9 @@ class AlikeRuns:
 def kind_of(
     module: nn.Module, inputs: Iterable[torch.Tensor], did: Iterable[Hashable] | None, *others: Hashable
 ) -> Hashable:
-    """Return what runs have in common that save tensors of the same sizes at the same sites.
+    """Return a value that is equal for runs that save tensors of the same sizes at the same sites.
 
-    Args:
-        module: the layer.
-        inputs: what it is called with.
-        did: the operators of its last run, with the shapes of what they made, or what it saved; ``None``: not known.
-        others: further values that have to be equal.
+    ``did`` is from ``Makers.did``, or None if it is not known.
     """
     return (
         type(module),
@@ -88,7 +78,7 @@ def kind_of(
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """Return what the bytes of ``tensor`` follow from, and whether it needs a gradient."""
+    """Return the facts that determine the bytes of ``tensor``, and whether it needs a gradient."""
     if not is_plain(tensor):
         return (type(tensor),)
     return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad

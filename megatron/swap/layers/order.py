@@ -1,4 +1,4 @@
-"""The order in which a model runs its layers, where it is learned: the first step shows which layer runs when.
+"""The order in which a model runs its layers, learned from the first step.
 
 A layer may run several times in a forward, and a model may run its layers in another order than it lists them. So the
 first step is not recorded. From the second step on the runs of a forward are numbered in their order, and each has an
@@ -30,20 +30,14 @@ class _Seen:
 
 
 class RunOrder:
-    """Learns the order of the runs of a forward.
-
-    Attributes:
-        boundaries: of the runs, in their order; of all layers before it is known.
-        is_known: the order is.
-        apart: layers that run as if they had no boundary, so that what they save counts as saved outside the layers.
-        hidden_shape: of the hidden states of the first run; empty before it.
-    """
+    """Learns the order of the runs of a forward."""
 
     def __init__(self) -> None:
-        self.boundaries: list[Boundary] = []
+        self.boundaries: list[Boundary] = []  # of the runs, in their order; of all layers before it is known
         self.is_known = False
+        # Layers that run as if they had no boundary: their tensors count as saved outside the layers.
         self.apart: set[Boundary] = set()
-        self.hidden_shape: tuple[int, ...] = ()
+        self.hidden_shape: tuple[int, ...] = ()  # of the first run's hidden states; empty before it
         self._seen: dict[Boundary, _Seen] = {}
         self._forward: list[Boundary] = []
         self._longest: list[Boundary] = []
@@ -56,8 +50,7 @@ class RunOrder:
     def begin_forward(self, *, is_measuring: bool) -> None:
         """Begin a forward of the model, and forget the graphs of earlier ones.
 
-        Raises:
-            UsageError: while the first steps are measured, the forward before this one waits for its backward.
+        Raises a ``UsageError`` if the first steps are measured and the forward before still waits for its backward.
         """
         seen = self._seen.values()
         has_graph = any(one.graph is not None and one.graph() is not None for one in seen)
@@ -72,7 +65,7 @@ class RunOrder:
         self._forward = []
 
     def runs(self, boundary: Boundary) -> int:
-        """Note that a forward runs the layer of ``boundary``. Return which of its runs in this forward this is."""
+        """Note that a forward runs the layer of ``boundary``. Return the run's number among the layer's runs."""
         if not self.is_known:
             self._forward.append(boundary)
             if len(self._forward) > len(self._longest):
@@ -87,13 +80,13 @@ class RunOrder:
             self.hidden_shape = tuple(run.hidden.shape)
 
     def on_backward(self, boundary: Boundary) -> Callable[[], None]:
-        """Return what is called when backward enters the run that has ended. The graph holds it, so its life shows
-        whether the graph exists."""
+        """Return the callback for the moment when backward enters the run that has ended."""
         seen = self._seen[boundary]
 
         def entered() -> None:
             seen.has_backward = seen.is_entered = True
 
+        # The graph holds the callback, so its life shows whether the graph exists.
         seen.graph = weakref.ref(entered)
         return entered
 
@@ -104,8 +97,7 @@ class RunOrder:
     def learn(self) -> tuple[list[Boundary], list[Boundary]]:
         """Number the runs as in ``seen``, which is not empty. Other layers run apart from now on.
 
-        Returns:
-            The layers that no backward has entered, and those that run in other forwards than the longest.
+        Return the layers that no backward has entered, and those that run in other forwards than the longest.
         """
         everything, self.boundaries = self.boundaries, self.seen()
         self.is_known = True

@@ -16,45 +16,35 @@ from megatron.swap.common.types import LayerPosition, Site
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_state import Attributes, LayerState
 
+# Calls a function with tensors, and again in backward with the same random numbers; saves only these tensors.
 Checkpoint = Callable[..., Any]
-"""Calls a function with tensors, and again in backward with the same random numbers; saves only these tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rerun:
-    """The way in which a framework's layers run again, where torch's checkpoint does not serve.
+    """The way in which a framework's layers run again, if torch's checkpoint does not serve."""
 
-    Attributes:
-        checkpoint: returns the checkpoint; asked when the policy changes.
-        forked, may_have_gradients, is_well_known: as for ``RunChecks.run``.
-        first_run: makes a context for the run in forward of a layer that runs again.
-    """
-
-    checkpoint: Callable[[], Checkpoint]
-    forked: Callable[[], AbstractContextManager[None]] | None = None
+    checkpoint: Callable[[], Checkpoint]  # returns the checkpoint; called when the policy changes
+    forked: Callable[[], AbstractContextManager[None]] | None = None  # as for RunChecks.run, like the next two
     may_have_gradients: bool = False
     is_well_known: bool = False
+    # Context for the run in forward of a layer that runs again.
     first_run: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A layer, and what is special about it.
-
-    Attributes:
-        number: over the whole model, 0-based; preliminary where the order of the runs is learned.
-        attributes: as for ``StateReader``.
-        rerun: ``None``: the layer runs again in torch's checkpoint, and must not run inside another one.
-        on_run_without_grad: called with the layer's number when the layer runs without gradients.
-        autocast_cache: whether autocast keeps its casts of weights while the layer runs, in forward and where it runs
-            again in backward. If not, a cast is one of the tensors that the layer saves.
-    """
+    """A layer, and its special features."""
 
     module: nn.Module
-    number: int
-    attributes: Attributes = lambda _: None
+    number: int  # over the whole model, 0-based; preliminary while the order of the runs is learned
+    attributes: Attributes = lambda _: None  # as for StateReader
+    # None: the layer runs again in torch's checkpoint, and must not run inside another checkpoint.
     rerun: Rerun | None = None
+    # Called with the layer's number when the layer runs without gradients.
     on_run_without_grad: Callable[[int], None] | None = None
+    # Whether autocast keeps its casts of weights while the layer runs, in forward and in a second run. If not, a cast
+    # is one of the tensors that the layer saves.
     autocast_cache: bool = True
 
 
@@ -62,27 +52,18 @@ class LayerSpec:
 class LayerRun:
     """One run of a layer in one forward."""
 
-    number: int
-    """Number of the run over the whole model."""
+    number: int  # over the whole model
     position: LayerPosition
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    nth: int = 0
-    """Number among the layer's runs in this forward."""
-    checkpoint: Checkpoint | None = None
-    """Runs the layer again in backward; ``None``: it runs once."""
-    kind: Hashable = None
-    """Runs of one kind save alike. Set while steps are measured."""
-    like: tuple[int, ...] = ()
-    """Runs that are measured in place of this one."""
-    runs_once: bool = False
-    """The run would save something else in backward, so it is not repeated there."""
-    sources: dict[int, Site] | None = None
-    """Sites of the inputs that operators may be recomputed from, as for ``SavedTensors.hooks``."""
-    before: LayerState | None = None
-    """State that the layer read. Set while steps are measured."""
-    hidden: Any = field(init=False)
-    """The hidden states among the arguments."""
+    nth: int = 0  # number among the layer's runs in this forward
+    checkpoint: Checkpoint | None = None  # runs the layer again in backward; None if it runs once
+    kind: Hashable = None  # runs of one kind save alike; set while steps are measured
+    like: tuple[int, ...] = ()  # runs that are measured in its place
+    runs_once: bool = False  # a second run would save other tensors, so there is none
+    sources: dict[int, Site] | None = None  # sites of the inputs that operators may be recomputed from
+    before: LayerState | None = None  # state that the layer read; set while steps are measured
+    hidden: Any = field(init=False)  # the hidden states among the arguments
     group: Group = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,8 +94,7 @@ class PlannedRun:
 
     number: int
     position: LayerPosition
-    checkpoint: Checkpoint | None
-    """Runs the layer again in backward; ``None``: the layer runs once."""
+    checkpoint: Checkpoint | None  # runs the layer again in backward; None if it runs once
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -20,8 +20,7 @@ from megatron.swap.layers.makers import Makers
 from megatron.swap.layers.run import LayerRun, Rerun
 from megatron.swap.operators.kinds import has_atomics
 
-torch_checkpoint = partial(checkpoint, use_reentrant=False)
-"""The checkpoint of layers that have none of their own."""
+torch_checkpoint = partial(checkpoint, use_reentrant=False)  # of layers that have none of their own
 
 
 def run_in_torchs(
@@ -30,10 +29,7 @@ def run_in_torchs(
 ) -> Any:  # fmt: skip
     """Run a layer in torch's checkpoint, which saves the inputs, and restores random state and autocast.
 
-    Args:
-        call: the layer's own forward.
-        reader: reads what the layer reads.
-        makers: follows the layer's operators.
+    ``call`` is the layer's own forward, ``reader`` reads its state, and ``makers`` follows its operators.
     """
     leaves, structure = _pytree.tree_flatten([list(run.args), run.kwargs])
     indices = [i for i, leaf in enumerate(leaves) if run.is_input(leaf)]
@@ -106,21 +102,19 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _forked_random_states(device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
-    """Return what makes a context behind which random states are as before it; ``None``: a dry run has none."""
+    """Return a function whose context restores random states at its end, or None in a dry run."""
     if device.type == "meta":
         return None
     return partial(torch.random.fork_rng, [] if device.type == "cpu" else [device], device_type=device.type)
 
 
 class _NeedsGradient(torch.autograd.Function):
-    """Makes a tensor that needs no gradient an input of a checkpoint, whose backward autograd then enters.
-
-    It is no leaf: autograd would hold a leaf, and offloading it would free nothing.
-    """
+    """Makes a tensor that needs no gradient an input of a checkpoint, whose backward autograd then enters."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Any:
         """Return ``tensor`` as one that needs a gradient, which is dropped."""
+        # No leaf: autograd would hold a leaf, and offloading it would free nothing.
         return cls.apply(tensor, torch.empty(0, device=tensor.device, requires_grad=True))
 
     @staticmethod
@@ -147,11 +141,7 @@ class _SeesLayout(torch.autograd.Function):
 
 
 class _HandsOn(torch.autograd.Function):
-    """Identity before a checkpoint: its gradient gets the strides that it had in the layer.
-
-    A reentrant checkpoint takes it from a leaf, where autograd lays it out as the leaf. Without a checkpoint it is
-    handed on as it is, and sums over it (a bias's gradient) depend on its strides in their last bits.
-    """
+    """Identity before a checkpoint: its gradient gets the strides that it had in the layer."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, layout: list[tuple[int, ...]]) -> torch.Tensor:
@@ -161,6 +151,8 @@ class _HandsOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        # A reentrant checkpoint takes the gradient from a leaf, with the leaf's strides. Without a checkpoint autograd
+        # hands it on as it is. Sums over it (a bias's gradient) depend on its strides in their last bits.
         if grad is not None and ctx.layout and (strides := ctx.layout[0]) != grad.stride():
             grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad, None
