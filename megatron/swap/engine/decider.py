@@ -99,7 +99,7 @@ class Decider:
         return self._policy.is_repeatable
 
     def recomputes_layer(self, layer: int) -> bool:
-        """Whether the policy may recompute what ``layer`` saves."""
+        """Whether the policy may recompute saved tensors of ``layer``."""
         return self._policy.recomputes_layer(layer)
 
     def may_recompute(self, site: Site, num_bytes: int, producer: str) -> bool:

@@ -22,7 +22,7 @@ class ReadFences:
         return self._last
 
     def event_of(self, fence: int) -> Event | None:
-        """Return the event after which all reads up to ``fence`` have ended; ``None``: they have ended already."""
+        """Return the event after which all reads up to ``fence`` have ended, or None if they have ended already."""
         while self._pending and self._device.has_passed(self._pending[0][1]):
             self._pending.popleft()
         if not self._pending or fence < self._pending[0][0]:

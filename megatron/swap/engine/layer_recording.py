@@ -26,7 +26,7 @@ class Packing(Protocol):
         ...
 
     def can_save(self, tensor: torch.Tensor) -> bool:
-        """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
+        """Whether ``join`` puts an unsaved ``tensor`` into the graph at a site of its own."""
         ...
 
     def join(self, tensor: torch.Tensor, group: Group) -> Any:

@@ -211,7 +211,7 @@ class _Walk:
                 self._add_entries(vars(kind), f"{kind.__name__}.", 0)
 
     def add(self, value: Any, path: str, depth: int) -> None:
-        """Add ``value``, and what it holds."""
+        """Add ``value`` and its contents."""
         kind = type(value)
         if kind in ATOMS or id(value) in self._seen or depth > MAX_DEPTH or self._num_read > MAX_READ:
             return

@@ -51,7 +51,7 @@ class NotCopied:
         )
 
     def _refuse_copies_of(self, module: nn.Module) -> Callable[[], None]:
-        """Refuse copies of ``module``, before what hangs on it is copied. Return a function that allows them again."""
+        """Refuse copies of ``module``, before its attributes are copied. Return a function that allows them again."""
         return override_method(module, "__reduce_ex__", self.__reduce_ex__)
 
 

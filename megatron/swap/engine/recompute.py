@@ -40,7 +40,7 @@ from megatron.swap.profiling.recording import TRIAL
 
 
 class SpecRecorder(Protocol):
-    """Notes what is recomputed, while it is on: the profiler's recorder."""
+    """Records new specs while it is on: the profiler's recorder."""
 
     is_on: bool
 

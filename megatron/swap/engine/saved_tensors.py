@@ -381,7 +381,7 @@ class LayerPacker:
         return is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants
 
     def can_save(self, tensor: torch.Tensor) -> bool:
-        """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
+        """Whether ``join`` puts an unsaved ``tensor`` into the graph at a site of its own."""
         return tensor.untyped_storage()._cdata in self._sources
 
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:

@@ -29,9 +29,7 @@ def hybrid_pattern(facts: MegatronFacts) -> str | None:
 
 
 def check_settings(facts: MegatronFacts, settings: Settings) -> None:
-    """Raise a ``UsageError`` for settings that are incompatible with this run of Megatron. It names the flag to
-    drop.
-    """
+    """Raise a ``UsageError`` for settings that are incompatible with this run of Megatron."""
     parse_layers(settings.layers, facts.num_layers)
     if settings.plan is not None:
         _check_plan(facts, settings, settings.plan)

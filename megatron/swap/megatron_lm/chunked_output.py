@@ -249,7 +249,7 @@ class _Gradients:
             wait()
 
     def results(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what backward gives autograd."""
+        """Return the gradients for autograd."""
         return self._of_hidden, None if self._of_weight is None else self._of_weight.result(), None, None, None
 
 

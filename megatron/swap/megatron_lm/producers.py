@@ -69,7 +69,7 @@ class Producers:
             self._undo.append(override_forward(module, recorded))
 
     def _wrap_residual(self, layer: Any) -> None:
-        """Record the sum behind attention, and linear_proj's output, a summand that nobody saves."""
+        """Record the sum behind attention, and linear_proj's output, an unsaved summand."""
         attention, make = getattr(layer, "self_attention", None), getattr(layer, "self_attn_bda", None)
         projection = getattr(attention, "linear_proj", None)
         if RESIDUAL not in self._kinds or projection is None or make is None or isinstance(make, nn.Module):
