@@ -1,7 +1,7 @@
 """Offload: the copy of a saved storage to the tier, until its device memory is released.
 
 The D2H stream waits for the compute stream, copies, and records an event. The compute stream waits for this event only
-at the release, a bounded number of bytes later, so that each reuse of the block is ordered behind the copy. No
+at the release, a bounded number of bytes later. So each reuse of the block is ordered behind the copy. No
 ``record_stream`` is needed, and nothing depends on how far the host is ahead.
 """
 

@@ -4,9 +4,9 @@ Without pipelining it is the reverse of forward. Under 1F1B and interleaved sche
 the last step's order is expected again. The first step assumes the reverse order within a micro-batch. A wrong guess
 costs time, never correctness: a group that was not prefetched is reloaded on demand.
 
-An *episode* runs from an empty graph to the next empty graph: one micro-batch without pipelining, one step with it. It
-never ends in a loop that always has a graph outstanding (one that keeps a step's loss during the next forward, say), so
-the order of a longer episode than ``MAX_OBSERVED`` is not learned.
+An *episode* runs from an empty graph to the next empty graph: one micro-batch without pipelining, one step with it. A
+loop that always has a graph outstanding (it keeps a step's loss during the next forward, say) never ends an episode. So
+the order of an episode with more than ``MAX_OBSERVED`` groups is not learned.
 """
 
 from __future__ import annotations

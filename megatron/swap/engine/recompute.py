@@ -376,8 +376,8 @@ class Recomputer:
         """Return the recomputed storage of ``spec``, because autograd unpacks a tensor on it.
 
         All saved tensors on the storage share the recomputed one, as in forward. ``unpack`` returns the tensor of a
-        packed input. Raises a ``RuntimeError`` if the storage or an input was changed in place since, a ``SwapError``
-        if its size differs, and with ``verify`` a ``VerifyError`` if its bytes differ.
+        packed input. Raises a ``RuntimeError`` if the storage or an input was changed in place since. Raises a
+        ``SwapError`` if the size differs, and with ``verify`` a ``VerifyError`` if the bytes differ.
         """
         spec.version_probe.check(str(spec.site))
         if spec.is_undecided:  # the layer takes a gradient while it runs

@@ -1,7 +1,7 @@
 """Limits on bytes in flight: copied out and waiting for their release, or prefetched ahead of their use.
 
 Memory for the tensors that layers keep is free until forward saves them and again after backward. Its size is the same
-in every micro-batch, so it is learned when a chunk runs, and copies use this slack when the chunk runs again
+in every micro-batch. So it is learned when a chunk runs, and copies use this slack when the chunk runs again
 (docs/dev/architecture.md, "The release budget"). The limit is the slack plus the window.
 """
 
@@ -94,7 +94,7 @@ class ReleaseBudget:
         ``num_kept_between`` layers between offload nothing; ``kept_between_bytes`` is kept by all layers between.
         """
         allowed_bytes = self.window_bytes
-        # The window shrinks by the bytes that layers between keep, so that the peak stays within the peak at the end of
+        # The window shrinks by the bytes that layers between keep, so that memory stays below its peak at the end of
         # forward. It does not shrink for the trailing layers alone: they are few, and the link would be idle until they
         # have ended.
         if num_kept_between >= group.position.num_trailing_kept(self.window_groups):

@@ -196,9 +196,7 @@ class Makers:
         recomputer.forget_trials(run.number)
 
     def _note_recomputed(self, number: int, nth: int, addresses: Collection[int]) -> None:
-        """Note the operators that the layer's next runs under this policy have to record, and the outcomes to
-        repeat.
-        """
+        """Note the operators that the layer's next runs under this policy have to record, and outcomes to repeat."""
         records, self._records = self._records, None
         if records is None:
             return

@@ -47,7 +47,7 @@ def check_full_recomputation(config: Any) -> None:
 
 def has_megatrons_checkpoint() -> bool:
     """Return whether Megatron's checkpoint is its own."""
-    # Verl replaces the checkpoint's backward by a function that empties saved inputs.
+    # verl replaces the checkpoint's backward by a function that empties saved inputs.
     return tensor_parallel.random.CheckpointFunction.backward.__module__.startswith("megatron.core.")
 
 

@@ -55,7 +55,7 @@ def is_well_known(layer: nn.Module) -> bool:
 
 
 class _SortedTopK(TorchFunctionMode):
-    """Lets ``torch.topk`` sort, as Megatron's router asks for only in a forward with gradients (``moe_utils.py``)."""
+    """Lets ``torch.topk`` sort. Megatron's router asks for it only in a forward with gradients (``moe_utils.py``)."""
 
     # Scores of more than two experts are summed in the order of `topk`. Unsorted, a layer that runs again would give
     # other bits than in forward, and than in a run without recomputation.

@@ -1,9 +1,9 @@
 """Adapts a Megatron optimizer to a step that runs bucket by bucket, and restores it afterwards.
 
 Megatron still computes gradients, their norm, clipping and loss scaling, which read only gradients: these are never
-offloaded. The adapter replaces the step of the inner optimizer (torch's or TransformerEngine's), and the copy of new
-main parameters to the model, which runs while the main parameters are on the device. Before a checkpoint is saved or
-loaded, offloaded state is materialized as tensors in host memory.
+offloaded. The adapter replaces the step of the inner optimizer (torch's or TransformerEngine's). It also replaces the
+copy of new main parameters to the model, which runs while the main parameters are on the device. Before a checkpoint is
+saved or loaded, offloaded state is materialized as tensors in host memory.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class OptimizerSwap:
         param_states = self._param_states()
         state_bytes = sum(one.num_bytes for one in param_states)
         disk_gib = sum(one.num_bytes for one in param_states if one.disk_bytes) / GIB
-        # Since the last call. A step reads and writes each byte on disk.
+        # A step reads and writes each byte on disk. The disk's speed is the average since the last call.
         moved_gib = 2 * sum(one.disk_bytes for one in param_states) / GIB
         disk = self._settings.disk
         disk_ms = 0.0 if disk is None else moved_gib * disk.traffic.take_ms_per_gib()

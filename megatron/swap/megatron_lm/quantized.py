@@ -22,8 +22,7 @@ from megatron.swap.common.types import QUANTIZED
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.wrapper_tensors import WrapperRules
 
-ROWWISE, TRANSPOSE = "_data", "_transpose"
-"""Values of a tensor with one scale, and the same values transposed."""
+ROWWISE, TRANSPOSE = "_data", "_transpose"  # values of a tensor with one scale, and the same transposed
 # Attributes of quantized tensors that hold 8-bit values. The others hold scales.
 VALUES = (ROWWISE, TRANSPOSE, "_rowwise_data", "_columnwise_data")
 
@@ -64,7 +63,7 @@ def private_copy(quantizer: Any) -> Any | None:
         copy = quantizer.copy()
         copy.scale, copy.amax = scale.clone(), torch.zeros_like(amax)
         return copy
-    # Some round at random.
+    # Some quantizers round at random.
     is_safe = getattr(quantizer, "is_requantization_safe", None)
     gives_same = type(quantizer).__name__ in DETERMINISTIC if is_safe is None else is_safe()
     return quantizer.copy() if gives_same else None
