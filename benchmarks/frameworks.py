@@ -27,7 +27,7 @@ from megatron.swap.common.records import write_text
 EXAMPLES = ("swap_megatron_bridge", "swap_mcore_bridge")
 PACKAGES = ("megatron-bridge", "mcore-bridge")
 STEP = re.compile(r"step \d+: loss ([\d.einf+-]+), gradient norm ([\d.einf+-]+), (\d+) ms, ([\d.]+) GiB")
-STATS = re.compile(r"(?:Built)?Stats\(.*\)|^\d+ steps?: .* of host memory.*$", re.MULTILINE)
+STATS = re.compile(r"(?:Built)?Stats\(.*\)|^\d+ steps?: .* (?:of|in) host memory.*$", re.MULTILINE)
 NUM_LAST = 4
 """Steps at the end whose median time is reported: the planner is stable by then."""
 

@@ -97,7 +97,7 @@ def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     row: dict[str, Any] = {"num_copies": kept, "losses": losses}
     row["has_learned"] = not any(torch.equal(*pair) for pair in pairs)
     if swapped is not None:
-        recomputer = swapped.recomputer()
+        recomputer = swapped.parts.recomputer
         row["refused"] = [] if recomputer is None else [str(item) for item in recomputer.refused.items()]
         row["recomputed_bytes"] = 0 if recomputer is None else sum(recomputer.spared_bytes.values())
         row["stats"] = dataclasses.asdict(swapped.stats())

@@ -67,7 +67,7 @@ class RecordingSession(SwapSession):
             deep = args.num_layers // size
             profile = build_profile(
                 recording,
-                self.describe(),
+                self.hints.describe(),
                 Link(50.0, 50.0, 50.0, 50.0),
                 Device("cpu", 1.0),
                 num_micro_batches=args.global_batch_size // args.micro_batch_size // args.data_parallel_size,

@@ -154,7 +154,7 @@ class ModelHints:
 
     def forget_model(self) -> None:
         """Hold the model no longer: the run is over."""
-        self.chunks, self._layers, self._learned = [], (), None
+        self.chunks, self._learned = [], None
 
     def pipeline_rank(self) -> int:
         """Return this rank's stage of the pipeline."""

@@ -415,7 +415,9 @@ class Run(NotCopied):
     def _end(self, *, has_failed: bool) -> None:
         if self._last is not None:
             return
+        before = self._figures()  # with the optimizer state that is offloaded still
         with ExitStack() as whatever_fails:
+            whatever_fails.callback(self._note_state, before)
             whatever_fails.callback(self.release)
             if self._profiler is not None:
                 (self._profiler.abandon if has_failed else self._profiler.close)()
@@ -455,7 +457,7 @@ class Run(NotCopied):
         if self._last is not None:
             return
         parts, swap = self.parts, self.optimizer_swap
-        self._last = self._figures()  # of a run whose device fails now
+        before = self._last = self._figures()
         self.optimizer_swap = None
         with ExitStack() as last_first:  # runs every step even if one fails: a disk may fail now
             last_first.callback(setattr, self, "parts", None)
@@ -465,7 +467,7 @@ class Run(NotCopied):
                 last_first.callback(self.planned.disk.close)
             if parts is not None:
                 last_first.callback(parts.machine.tier.close)
-                last_first.callback(self._note_waits)
+                last_first.callback(self._note_waits, before)
                 last_first.callback(parts.manager.drain)  # afterwards every wait is measured
                 last_first.callback(parts.engine.saved_tensors.checks.read)
             elif self.run_device.is_made:
@@ -474,10 +476,14 @@ class Run(NotCopied):
             if swap is not None:
                 last_first.callback(swap.close)
 
-    def _note_waits(self) -> None:
-        before, after = self._last, self._figures()
-        assert before is not None
-        self._last = replace(after, state_bytes=before.state_bytes, host_bytes=before.host_bytes)
+    def _note_waits(self, before: Stats) -> None:
+        self._last = self._figures()
+        self._note_state(before)
+
+    def _note_state(self, before: Stats) -> None:
+        """Keep the figures of optimizer state from before it was given back."""
+        assert self._last is not None
+        self._last = replace(self._last, state_bytes=before.state_bytes, host_bytes=before.host_bytes)
 
     def _uninstall(self) -> None:
         with ExitStack() as first_last:

@@ -43,7 +43,7 @@ class Stats:
             text = f"{self.num_steps} {'step' if self.num_steps == 1 else 'steps'}: "
         text += (
             f"{format_bytes(self.out_bytes)} out, {format_bytes(self.in_bytes)} in, {self.num_late} late, "
-            f"{self.wait_ms:.1f} ms waited, {format_bytes(self.host_bytes)} of host memory"
+            f"{self.wait_ms:.1f} ms waited, at most {format_bytes(self.host_peak_bytes)} in host memory"
         )
         if self.state_bytes:
             text += f", {format_bytes(self.state_bytes)} of optimizer state offloaded"
