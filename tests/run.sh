@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Lint, types, then the tests (those marked `gpu` only where there is one). After installation, on 2 idle cores:
+# Lint, types, then the tests (those marked `gpu` only where there is one). Limits: after installation, on 2 idle cores.
 #
-#   bash tests/run.sh                            what finds most, at most 10 minutes
-#   bash tests/run.sh --all                      everything, fuzzes at full size: at most 40 minutes
+#   bash tests/run.sh                            what finds most: unit tests, some rows of the matrix, fuzzes of a few
+#                                                cases, some runs of the trainer. At most 5 minutes
+#   bash tests/run.sh --all                      all but the nightly's: the matrix, the oldest Megatron, examples, the
+#                                                wheel, fuzzes of more cases. At most 15 minutes
+#   bash tests/run.sh --nightly                  everything: also the commands of all pages, each Megatron, fuzzes at
+#                                                full size, kills at random moments, benchmarks. No limit
 #   bash tests/run.sh tests/unit -k planner -x   the tests that you name, all of them (lint and types: seconds)
 #
 # Layout is left to the writer (no formatter check): line length, import order and likely bugs are checked.
-# Other arguments go to pytest. The last line tells how long it took and what --all adds.
+# Other arguments go to pytest. The last line tells how long it took and what it left out.
 #
 # MEGATRON_SWAP_TEST_JOBS=N   pytest workers (default: 2, or 1 on a single core; 0 for none, as --pdb wants)
 # MEGATRON_SWAP_PYTHON=python3   an environment that exists, requirements-dev.txt included
@@ -20,8 +24,9 @@ export SWAP_TESTS=short # read by tests/sizes.py
 for word in "$@"; do
     case "$word" in
         --all) SWAP_TESTS=all ;;
-        -k* | -m* | --lf | --last-failed) SWAP_TESTS=all words+=("$word") ;;
-        *) words+=("$word"); [ ! -e "${word%%::*}" ] || SWAP_TESTS=all ;;
+        --nightly) SWAP_TESTS=nightly ;;
+        -k* | -m* | --lf | --last-failed) SWAP_TESTS=nightly words+=("$word") ;;
+        *) words+=("$word"); [ ! -e "${word%%::*}" ] || SWAP_TESTS=nightly ;;
     esac
 done
 
@@ -30,12 +35,12 @@ SWAP_TESTS_LEFT_OUT="$(mktemp)"
 export SWAP_TESTS_LEFT_OUT
 swap_finish() {
     local status=$? took=$((SECONDS - began)) more=""
-    [ "$SWAP_TESTS" = all ] || more="; --all adds $(cat "$SWAP_TESTS_LEFT_OUT")"
+    [ "$SWAP_TESTS" = nightly ] || more="; it left out $(cat "$SWAP_TESTS_LEFT_OUT")"
     rm -f "$SWAP_TESTS_LEFT_OUT"
     printf '[megatron-swap] tests/run.sh took %d min %d s%s\n' $((took / 60)) $((took % 60)) "$more"
     exit "$status"
 }
-printf 'the tests marked slow and the full sizes of the fuzzes' >"$SWAP_TESTS_LEFT_OUT" # until pytest has counted
+printf 'the tests of larger runs and the full sizes of the fuzzes' >"$SWAP_TESTS_LEFT_OUT" # until pytest has counted
 trap swap_finish EXIT
 
 swap_say "ruff"

@@ -1,8 +1,8 @@
 """The support matrix: what has been tested together, read from tests, result files and the refusals in the code.
 
-A test that trains with and without swapping and compares to the bit has the marker ``supports``. Its parameters
-``flags``, ``swap``, ``more`` and ``ranks`` say with what; the marker adds flags that stand in its body. On a GPU every
-committed result row says what ran. No cell is typed by hand.
+Rows of ``tests/integration/rows.py`` train with and without swapping and are compared to the bit. So do tests with the
+marker ``supports``: their parameters ``flags``, ``swap`` and ``ranks`` say with what, and the marker adds flags that
+stand in its body. On a GPU every committed result row says what ran. No cell is typed by hand.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron.swap.common.types import PRODUCERS, QUANTIZED, UsageError
 from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
 from megatron.swap.trainer.command_line import swap_config
 from tests.integration.harness import arguments
+from tests.integration.rows import ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -206,9 +207,16 @@ def runs_of_tests(marker: str, shows: str) -> Iterator[Run]:
         for mark in getattr(function, "pytestmark", []):
             if mark.name == marker:
                 for case in cases(function):
-                    words = [*mark.args, *(str(case.get(name, "")) for name in ("flags", "more", "swap"))]
+                    words = [*mark.args, *(str(case.get(name, "")) for name in ("flags", "swap"))]
                     ranks = case.get("ranks", mark.kwargs.get("ranks", 1))
                     yield Run(parsed(arguments(" ".join(words))), ranks, shows)
+
+
+def runs_of_rows() -> Iterator[Run]:
+    """The runs of the matrix."""
+    for row in ROWS.values():
+        if row.is_evidence:
+            yield Run(parsed(arguments(row.words)), row.ranks, CPU)
 
 
 def runs_of_results() -> Iterator[Run]:
@@ -313,7 +321,7 @@ def cell(evidence: list[Run], refused: str) -> str:
 
 def matrix() -> dict[str, dict[str, dict[str, str]]]:
     """Heading → feature → column → cell."""
-    runs = [*runs_of_tests("supports", CPU), *runs_of_results()]
+    runs = [*runs_of_rows(), *runs_of_tests("supports", CPU), *runs_of_results()]
     failing = list(runs_of_tests("upstream_cannot", CANNOT))
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_swap_flags(add_megatron_arguments(parser))

@@ -3,7 +3,7 @@
 ::
 
     tests = ["tests/unit/memory/test_host_pool.py"]  # of the room, the likeliest first
-    equality = ["tests/integration/test_training.py::test_equal_to_the_bit[bf16]"]
+    equality = ["tests/integration/test_matrix.py::test_equal_to_the_bit[bf16-verify]"]
 
     [[fault]]
     id = "lease-fence-dropped"

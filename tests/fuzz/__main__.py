@@ -22,6 +22,7 @@ from typing import Any
 
 from tests.fuzz.pool import BAD, Pool
 from tests.fuzz.report import summary, table
+from tests.integration.harness import Zygote
 
 
 def main() -> int:
@@ -39,7 +40,7 @@ def main() -> int:
     if asked.result is not None:
         asked.result.write_text(json.dumps(summary(read(asked.rows)), indent=1) + "\n")
         return 0
-    with Pool(asked.kind, asked.ranks, asked.timeout, asked.fault) as pool:
+    with Zygote() as zygote, Pool(zygote, asked.kind, asked.ranks, asked.timeout, asked.fault) as pool:
         if asked.seed is not None:
             row = pool.run(asked.seed)
             print(described(row))

@@ -1,7 +1,8 @@
 """Trains with Megatron's real trainer in this process, again and again.
 
-``pretrain`` runs as in ``pretrain_gpt_swap.py``, with our session. Between two trainings Megatron's global state is
-destroyed as upstream's in-process restart does it, and the process groups are made anew.
+``train`` calls ``pretrain`` as ``pretrain_gpt_swap.py`` does, with random text. ``run_program`` runs that program
+itself. Between two trainings Megatron's global state is destroyed as upstream's in-process restart does it, and the
+process groups are made anew.
 """
 
 from __future__ import annotations
@@ -27,14 +28,11 @@ program.prepare(["--swap-log-level", "debug"])  # before Megatron is imported; o
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding  # noqa: E402
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.transformer.moe import moe_logging  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 from megatron.training import pretrain, training  # noqa: E402
-from megatron.training.argument_utils import (  # noqa: E402
-    ArgumentGroupFactory,
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 from megatron.swap.arguments import add_swap_args  # noqa: E402
@@ -45,10 +43,7 @@ from megatron.swap.session import SwapSession  # noqa: E402
 from megatron.swap.trainer.report import report_of  # noqa: E402
 from tests.fuzz.records import Record  # noqa: E402
 
-# Half of a training's time would go into help texts and into the source of patched functions.
-registry.source_hash = functools.cache(registry.source_hash)
-_docstrings = functools.cache(functools.partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
-ArgumentGroupFactory._get_field_docstrings = staticmethod(_docstrings)  # type: ignore[method-assign,assignment]
+registry.source_hash = functools.cache(registry.source_hash)  # else a tenth of a training's time
 
 
 @dataclass(frozen=True)
@@ -101,12 +96,14 @@ class World:
     """The ranks that train together: this process is one of them.
 
     Args:
-        store: shared by all ranks, for as long as they live.
+        port: where the ranks' store is served.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._store = store
+        self._store: Any = torch.distributed.HashStore()
+        if num_ranks > 1:
+            self._store = torch.distributed.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
         self._number = 0
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks)
@@ -156,19 +153,12 @@ def train(world: World, flags: str, data: Data, *, spec: str = "sdpa") -> Traine
     trained = Trained()
     sys.argv = ["fuzz", *shlex.split(flags)]
     batches = _cut(program.get_batch, data.lengths)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(world.process_group())
-        stack.enter_context(mock.patch.object(training.ft_integration, "setup"))  # would parse the flags again
-        stack.enter_context(mock.patch.object(program, "get_batch", batches))
+    with _trainer(world, trained) as sessions, mock.patch.object(program, "get_batch", batches):
         args = parse_and_validate_args(extra_args_provider=add_swap_args)
         model_config = gpt_config_from_args(args)
         if spec == "sdpa":
             model_config.transformer_layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask)
-        sessions: list[SwapSession] = []
-        stack.enter_context(_recorded(trained, sessions))
-        session = SwapSession.install(args, model_config)
-        sessions.append(session)
-        stack.callback(session.close)
+        sessions.append(SwapSession.install(args, model_config))
         container = pretrain_cfg_container_from_args(args, model_config)
         try:
             pretrain(container, _provider(args, data), ModelType.encoder_or_decoder, program.forward_step)
@@ -176,6 +166,37 @@ def train(world: World, flags: str, data: Data, *, spec: str = "sdpa") -> Traine
             if stop.code:
                 raise RuntimeError(f"training ended with exit status {stop.code}") from stop
     return trained
+
+
+def run_program(world: World, argv: list[str]) -> Record:
+    """Run ``pretrain_gpt_swap.py`` with these flags, and return digests of its results."""
+    trained = Trained(Record(digests=True))
+    sys.argv = ["pretrain_gpt_swap.py", *argv]
+    with _trainer(world, trained) as sessions:
+        install = SwapSession.install
+
+        def noted(*arguments: Any, **options: Any) -> SwapSession:
+            sessions.append(install(*arguments, **options))
+            return sessions[-1]
+
+        with mock.patch.object(SwapSession, "install", noted):
+            program.main()
+    return trained.record
+
+
+@contextlib.contextmanager
+def _trainer(world: World, trained: Trained) -> Iterator[list[SwapSession]]:
+    """Return a context in which Megatron trains once. Its results go to ``trained``; it closes the yielded sessions."""
+    sessions: list[SwapSession] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(world.process_group())
+        stack.enter_context(mock.patch.object(training.ft_integration, "setup"))  # would parse the flags again
+        stack.enter_context(_recorded(trained, sessions))
+        try:
+            yield sessions
+        finally:
+            for session in sessions:
+                session.close()
 
 
 def _provider(args: Any, data: Data) -> Callable[..., Any]:
@@ -235,6 +256,7 @@ def _recorded(trained: Trained, sessions: list[SwapSession]) -> Iterator[None]:
         return result
 
     def note_end(model: Any, optimizer: Any) -> None:
+        note("random", [torch.get_rng_state(), get_cuda_rng_tracker().get_states()])
         for number, chunk in enumerate(model):
             note(f"chunk {number}", dict(chunk.named_parameters()))
         optimizer.state_dict()  # offloaded state comes back

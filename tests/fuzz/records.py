@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,9 +22,14 @@ Leaf = Bits | str
 
 
 class Record:
-    """Every result of a run, in the order in which it came about: name → bits, or the text of what is no tensor."""
+    """Every result of a run, in the order in which it came about: name → bits, or the text of what is no tensor.
 
-    def __init__(self) -> None:
+    Args:
+        digests: keep a digest of each tensor in place of its bits.
+    """
+
+    def __init__(self, *, digests: bool = False) -> None:
+        self._keep = _digest if digests else _bits
         self.leaves: dict[str, Leaf] = {}
         self._num_seen: dict[str, int] = {}
 
@@ -31,12 +37,17 @@ class Record:
         """Keep a copy of all tensors and numbers in ``value``. The same name may come again: it is counted."""
         self._num_seen[name] = self._num_seen.get(name, 0) + 1
         for path, leaf in _leaves(f"{name} {self._num_seen[name]}", value):
-            self.leaves[path] = _bits(leaf.detach()) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            self.leaves[path] = self._keep(leaf.detach()) if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
     flat = tensor.contiguous().reshape(-1, 1)
     return Bits(tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().copy())
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    bits = _bits(tensor)
+    return f"{bits.dtype} {tuple(bits.shape)} {hashlib.sha1(bits.values).hexdigest()}"
 
 
 def difference(one: Record, two: Record) -> str | None:

@@ -43,6 +43,7 @@ CHECKED = {"MEGATRON_SWAP_PYTHON": sys.executable, "SWAP_CHECKED": f"run {sys.ex
 TIMED_OUT = -int(signal.SIGKILL)
 WITH_FUSION = "^--no-bias-gelu-fusion ^--no-bias-swiglu-fusion"
 """Flags to leave out of ``TINY``, so that Megatron's fused activation functions run: not compiled on the CPU."""
+SUMMARY = "--swap-summary summary.json"
 SAVE = {
     # Fast; every rank writes its own part, the state of the random generators included.
     "torch": "--save {} --save-interval 1000 --ckpt-format torch",
@@ -129,7 +130,7 @@ def run_fresh(
 
 
 class Zygote:
-    """The process that forks trainers (``zygote.py``). Each pytest worker starts one when it first needs it.
+    """The process that forks trainers and worlds (``tests/zygote.py``). It starts when it is first needed.
 
     Args:
         folder: has another Megatron than the one that is installed; ``None``: the installed one.
@@ -138,6 +139,14 @@ class Zygote:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
 
     def run(
         self,
@@ -149,37 +158,57 @@ class Zygote:
         timeout_s: float = 120.0,
     ) -> Run:
         """Run as ``run_fresh`` does, but from a process that has imported Megatron already."""
-        directory.mkdir(parents=True, exist_ok=True)
+        port = 0 if ranks == 1 else free_port()
+        argv = arguments(flags)
+        codes = self._request({
+            "program": str(program), "argv": argv, "cwd": str(directory), "log": new_log(directory),
+            "timeout_s": timeout_s, "ranks": [environment(rank, ranks, port) for rank in range(ranks)],
+        })  # fmt: skip
+        return run_of(f"{ranks} x {shlex.join([str(program), *argv])}", codes, directory)
+
+    def live(self, directory: Path, flags: str, *, ranks: int = 1, timeout_s: float = 120.0) -> Run:
+        """Run the program in ranks that live on from run to run. Digests of all results are in the run's directory."""
+        argv = arguments(flags)
+        request = {"argv": argv, "cwd": str(directory), "log": new_log(directory)}
+        answers = self.ask({"main": "tests.integration.living:answering", "options": {}, "num_ranks": ranks}, request,
+                           timeout_s=timeout_s)  # fmt: skip
+        codes = [answer.get("code", TIMED_OUT) for answer in answers]
+        return run_of(f"{ranks} living x {shlex.join(argv)}", codes, directory)
+
+    def ask(self, world: dict[str, Any], request: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+        """Return the answers of a world's ranks. The world is forked if it does not live."""
+        return list(self._request({"world": world, **request, "timeout_s": timeout_s, "port": free_port()}))
+
+    def end(self, world: dict[str, Any]) -> None:
+        self._request({"end": world})
+
+    def _request(self, request: dict[str, Any]) -> Any:
         if self._process is None:
-            env = {**os.environ, **environment(0, 1, 0)}
+            env = {**os.environ, **environment(0, 1, 0), "PYTHONWARNINGS": "ignore"}
             if self._folder is not None:
                 env["PYTHONPATH"] += f"{os.pathsep}{self._folder}"  # behind our portion, before site-packages
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("zygote.py"))], env=env, stdin=subprocess.PIPE,
+                [sys.executable, "-m", "tests.zygote"], cwd=ROOT, env=env, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
-        port = 0 if ranks == 1 else free_port()
-        argv = arguments(flags)
-        request = {
-            "program": str(program), "argv": argv, "cwd": str(directory), "log": str(directory / "log"),
-            "timeout_s": timeout_s, "ranks": [environment(rank, ranks, port) for rank in range(ranks)],
-        }  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the process that forks trainers has died"
-        codes = json.loads(answer)
-        returncode = next((code for code in codes if code), 0)
-        command = f"{ranks} x {shlex.join([str(program), *argv])}"
-        output = (directory / "log").read_text(errors="replace") if (directory / "log").exists() else ""
-        return Run(command, returncode, output, directory)
+        return json.loads(answer)
 
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
+
+def new_log(directory: Path) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "log").write_text("")
+    return str(directory / "log")
+
+
+def run_of(command: str, codes: list[int], directory: Path) -> Run:
+    returncode = next((code for code in codes if code), 0)
+    return Run(command, returncode, (directory / "log").read_text(errors="replace"), directory)
 
 
 class Trainer:
@@ -197,26 +226,37 @@ class Trainer:
         self._shared = shared
         self._count = 0
 
-    def run(self, flags: str = "", *, check: bool = True, fresh: bool = False, **options: Any) -> Run:
-        """Run once, in a new directory; the run must succeed if ``check``. ``fresh``: use a new interpreter."""
+    def _folder(self) -> Path:
         self._count += 1
+        return self._runs / str(self._count)
+
+    def run(self, flags: str = "", *, check: bool = True, fresh: bool = False, **options: Any) -> Run:
+        """Run once in processes of its own; the run must succeed if ``check``. ``fresh``: use a new interpreter."""
         start = run_fresh if fresh or "env" in options else self._zygote.run
-        run = start(self._runs / str(self._count), flags, **options)
+        run = start(self._folder(), flags, **options)
         if check:
             assert run.returncode == 0, run.tail
         return run
 
     def failing(self, flags: str, **options: Any) -> Run:
         """Run once; the run must end with an error, and in time."""
-        run = self.run(flags, check=False, **options)
-        assert run.returncode != 0, f"should have failed\n{run.tail}"
-        assert run.returncode != TIMED_OUT, run.tail
+        return failed(self.run(flags, check=False, **options))
+
+    def live(self, flags: str, *, ranks: int = 1) -> Run:
+        """Run once in ranks that live on. The run must succeed."""
+        run = self._zygote.live(self._folder(), f"{flags} {SUMMARY}", ranks=ranks)
+        assert run.returncode == 0, run.tail
         return run
 
+    def refused(self, flags: str) -> Run:
+        """Run once in a rank that lives on. The run must end with an error."""
+        return failed(self._zygote.live(self._folder(), flags, timeout_s=20.0))
+
     def unswapped(
-        self, flags: str = "", *, ranks: int = 1, saved: str = "torch", program: Path = PROGRAM
+        self, flags: str = "", *, ranks: int = 1, saved: str | None = None, program: Path = PROGRAM
     ) -> Run:
-        """Return the run without swapping. The first caller makes it."""
+        """Return the run without swapping. The first caller makes it: in ranks that live on, unless a checkpoint is
+        ``saved`` or the program is another one."""
         flags = " ".join(flags.split())
         name = hashlib.sha256(f"{ranks} {saved} {program.name} {flags}".encode()).hexdigest()[:16]
         directory = self._shared / name
@@ -224,45 +264,57 @@ class Trainer:
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (directory / "run.json").exists():
-                run = self._zygote.run(
-                    directory, f"{flags} --swap-layers none {recorded(saved)}", ranks=ranks, program=program
-                )
+                plain = f"{flags} --swap-layers none"
+                if saved is None and program == PROGRAM:
+                    run = self._zygote.live(directory, f"{plain} {SUMMARY}", ranks=ranks)
+                else:
+                    plain = f"{plain} {recorded(saved or 'torch')}"
+                    run = self._zygote.run(directory, plain, ranks=ranks, program=program)
                 (directory / "run.json").write_text(json.dumps([run.command, run.returncode, run.output]))
         run = Run(*json.loads((directory / "run.json").read_text()), directory)
         assert run.returncode == 0, run.tail
         return run
 
-    def pair(
-        self,
-        flags: str,
-        swap: str = "--swap-layers all",
-        *,
-        ranks: int = 1,
-        saved: str = "torch",
-        **options: Any,
-    ) -> tuple[Run, Run]:
+    def pair(self, flags: str, swap: str, *, ranks: int = 1) -> tuple[Run, Run]:
         """Run the same training without and with swapping, and compare the two to the bit."""
-        plain = self.unswapped(flags, ranks=ranks, saved=saved)
-        swapped = self.run(f"{flags} {SWAP_SMALL} {swap} {recorded(saved)}", ranks=ranks, **options)
+        plain = self.unswapped(flags, ranks=ranks)
+        swapped = self.live(f"{flags} {SWAP_SMALL} {swap}", ranks=ranks)
         assert_same_training(plain, swapped)
-        assert_swapped(swapped)
         return plain, swapped
+
+
+def failed(run: Run) -> Run:
+    assert run.returncode != 0, f"should have failed\n{run.tail}"
+    assert run.returncode != TIMED_OUT, run.tail
+    return run
 
 
 def recorded(saved: str) -> str:
     """Return flags for a summary and a last checkpoint in the run's directory."""
-    return f"--swap-summary summary.json {SAVE[saved].format('checkpoint')}"
+    return f"{SUMMARY} {SAVE[saved].format('checkpoint')}"
 
 
 def assert_same_training(first: Run, second: Run) -> None:
-    """Check that all losses, gradient norms and the contents of the last checkpoint are equal to the bit."""
+    """Check that all losses, gradient norms and final states are equal to the bit.
+
+    The states are those of the last checkpoints, or the digests of runs in ranks that live on: all gradients of each
+    step, parameters, optimizer state and random generators.
+    """
     one, two = first.summary, second.summary
     assert one["losses"], first.tail
     assert one["losses"] == two["losses"], second.tail
     assert one["grad_norms"]
     assert one["grad_norms"] == two["grad_norms"], second.tail
     assert len(set(one["losses"])) == len(one["losses"]), "the model did not learn anything"
-    assert_same_checkpoints(first.directory / "checkpoint", second.directory / "checkpoint")
+    names = sorted(path.name for path in first.directory.glob("digests-*.json"))
+    if not names:
+        assert_same_checkpoints(first.directory / "checkpoint", second.directory / "checkpoint")
+    for name in names:
+        before, after = (json.loads((run.directory / name).read_text()) for run in (first, second))
+        assert len(before) > 100
+        assert before.keys() == after.keys()
+        different = [leaf for leaf in before if before[leaf] != after[leaf]]
+        assert not different, f"{name}: {len(different)} of {len(before)} differ: {different[:8]}\n{second.tail}"
 
 
 def assert_swapped(run: Run) -> None:

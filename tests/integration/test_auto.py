@@ -13,29 +13,17 @@ from megatron.swap.common.plan import load_plan
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.planner.profile import sha256
-from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
-from tests.integration.test_training import LLAMA, MLA, MOE
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_training, recorded
+from tests.integration.rows import FUSED_LLAMA, PLANNING
+from tests.integration.test_matrix import PEAK_WITHIN
 
-STEPS = "--train-iters 14 --lr-decay-iters 14"
-SELECTIVE = "--recompute-granularity selective --recompute-modules"
-FUSED_LLAMA = f"{WITH_FUSION} {LLAMA}"
-STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 8"
-DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 VARYING = Path(__file__).with_name("varying_script.py")
 FREEZING = Path(__file__).with_name("freezing_script.py")
-PEAK_WITHIN = 0.05
-"""Tolerance of a predicted peak, downwards only. The emulation counts a prefetched storage from its first use."""
-
-
-def budgeted(trainer: Trainer, flags: str, share: float, *, ranks: int = 1, more: str = "", **options: Any) -> Run:
+def budgeted(trainer: Trainer, flags: str, share: float, *, more: str = "") -> Run:
     """Return a run within ``share`` of the unswapped run's memory, compared with that run to the bit."""
-    plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
+    plain = trainer.unswapped(f"{flags} {PLANNING}")
     budget_gib = share * plain.summary["saved_peak_bytes"] / GIB
-    run = trainer.run(
-        f"{flags} {STEPS} {SWAP_SMALL} --swap-memory-gib {budget_gib} {more} {recorded('torch')}",
-        ranks=ranks, **options,
-    )  # fmt: skip
-    assert_same_training(plain, run)
+    _, run = trainer.pair(f"{flags} {PLANNING}", f"--swap-memory-gib {budget_gib} {more}")
     planning = run.summary["planning"]
     assert planning["budget_gib"] == pytest.approx(budget_gib)
     assert planning["predicted_peak_gib"] <= budget_gib
@@ -59,21 +47,6 @@ def without_times(value: Any) -> Any:
     return [without_times(part) for part in value] if isinstance(value, list) else value
 
 
-@pytest.mark.supports("--swap-memory-gib 1")
-@pytest.mark.parametrize("share", [0.8, 0.6])
-@pytest.mark.parametrize(
-    "flags", ["", f"--bf16 {DROPOUT}", FUSED_LLAMA, f"{FUSED_LLAMA} --mlp-chunks-for-training 4"],
-    ids=["fp32", "bf16-dropout", "llama", "mlp-chunks"],
-)  # fmt: skip
-def test_below_a_budget(trainer: Trainer, flags: str, share: float) -> None:
-    run = budgeted(trainer, flags, share)
-    assert stages(run) == ["profile", "search", "stable"]
-    assert run.summary["planning"]["num_replans"] == 0
-    assert_peak_as_predicted(run)
-    last = run.summary["steps"][-1]
-    assert last["swapped_out_bytes"] + last["recomputed_bytes"] > 0
-
-
 def test_what_has_no_room_in_host_memory_stays(trainer: Trainer) -> None:
     """The steps that are measured would swap more than fits into host memory. The plan follows the memory that there
     is."""
@@ -93,54 +66,9 @@ def test_a_budget_above_the_need_moves_nothing(trainer: Trainer) -> None:
     assert "the budget is above the need" in run.output
 
 
-@pytest.mark.supports("--swap-memory-gib 1")
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [
-        pytest.param("", 2, id="dp2"),
-        pytest.param("--tensor-model-parallel-size 2", 2, id="tp2"),
-        pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8", 2, id="pp2"),
-        pytest.param(
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 8", 2,
-            id="pp2-vpp",
-        ),
-        *(
-            pytest.param(f"{STAGES} --pipeline-model-parallel-layout '{layout}' {more}", 2, id=layout)
-            for layout, more in {
-                "Et*8|L": "", "E|t*8L": "", "Et*8|mL": "--mtp-num-layers 1", "Et*3|t*3|t*2|L": "",
-            }.items()
-        ),
-    ],
-)  # fmt: skip
-def test_all_ranks_follow_one_plan(trainer: Trainer, flags: str, ranks: int) -> None:
-    run = budgeted(trainer, flags, 0.7, ranks=ranks)
-    assert stages(run)[-1] == "stable"
-    assert run.summary["saved_peak_bytes"] <= run.summary["planning"]["budget_gib"] * GIB
-
-
-@pytest.mark.supports("--swap-memory-gib 1")
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(MOE, id="experts"),
-        pytest.param(MLA, id="mla"),
-        pytest.param("--mtp-num-layers 1", id="mtp"),
-        pytest.param("--fp16 --initial-loss-scale 1024", id="fp16"),
-        pytest.param(f"{SELECTIVE} core_attn", id="recompute-attention"),
-        pytest.param(f"{SELECTIVE} mlp --disable-bias-linear", id="recompute-mlp"),
-        pytest.param(f"{MOE} {SELECTIVE} moe", id="recompute-moe"),
-    ],
-)
-def test_other_layers(trainer: Trainer, flags: str) -> None:
-    run = budgeted(trainer, flags, 0.75)
-    assert stages(run)[-1] == "stable"
-    assert run.summary["saved_peak_bytes"] <= run.summary["planning"]["budget_gib"] * GIB
-
-
-@pytest.mark.parametrize("batch", [4, 8])
-def test_times_are_those_of_steps_that_nobody_records(trainer: Trainer, batch: int) -> None:
+def test_times_are_those_of_steps_that_nobody_records(trainer: Trainer) -> None:
     """The case has more micro-batches than the footprint needs."""
-    run = budgeted(trainer, f"--global-batch-size {batch}", 0.7, more="--swap-save-profile profile.json")
+    run = budgeted(trainer, "--global-batch-size 8", 0.7, more="--swap-save-profile profile.json")
     assert load_profile(run.directory / "profile.json").source.endswith("GiB, timed in 3 other steps")
     swapped = [step["swapped_out_bytes"] for step in run.summary["steps"]]
     assert 0 < max(swapped[3:7]) < min(swapped[:3])  # inputs of layers alone
@@ -151,9 +79,7 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
     plan = json.loads((found.directory / "plan.json").read_text())
     assert plan["predicted"]["peak_gib"] == found.summary["planning"]["predicted_peak_gib"]
     assert (found.directory / "profile.json").exists()
-    again = trainer.run(
-        f"{FUSED_LLAMA} {STEPS} {SWAP_SMALL} --swap-plan {found.directory / 'plan.json'} {recorded('torch')}"
-    )
+    again = trainer.live(f"{FUSED_LLAMA} {PLANNING} {SWAP_SMALL} --swap-plan {found.directory / 'plan.json'}")
     assert_same_training(found, again)
     moved = ("swapped_out_bytes", "swapped_in_bytes", "recomputed_bytes", "num_recomputed")
     assert [again.summary[name] for name in moved] == [found.summary[name] for name in moved]
@@ -163,7 +89,6 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
     ("num_steps", "written", "line"),
     [
         (6, False, "--swap-save-plan and --swap-save-profile: not written"),
-        (7, True, "--swap-save-plan and --swap-save-profile: written from a plan that was not compared with others"),
         (8, True, "--swap-save-plan and --swap-save-profile: written from a plan that was not compared with others"),
         (13, True, None),
     ],
@@ -171,9 +96,9 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
 def test_training_that_ends_before_a_plan_stands_says_so(
     trainer: Trainer, num_steps: int, written: bool, line: str | None
 ) -> None:
-    budget_gib = 0.6 * trainer.unswapped(STEPS).summary["saved_peak_bytes"] / GIB
+    budget_gib = 0.6 * trainer.unswapped(PLANNING).summary["saved_peak_bytes"] / GIB
     flags = f"--train-iters {num_steps} --lr-decay-iters 14 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
-    run = trainer.run(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
+    run = trainer.live(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
     told = [text for text in run.output.splitlines() if "training ended before a plan was chosen" in text]
     begin = " swap: training ended before a plan was chosen, which takes up to 19 steps"
     assert told == ([] if line is None else [f"{begin}; {line}"])
@@ -185,30 +110,27 @@ def test_training_that_ends_before_a_plan_stands_says_so(
 
 def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None:
     """The smallest budget, as the message prints it, is feasible."""
-    plain = trainer.unswapped(STEPS)
-    refused = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}")
+    refused = trainer.failing(f"{PLANNING} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}")
     found = re.search(r"no plan stays below 0\.0005 GiB: .* found feasible is ([\d.]+) GiB", refused.error)
     assert found, refused.error
-    run = trainer.run(f"{STEPS} {SWAP_SMALL} --swap-memory-gib {found[1]} {recorded('torch')}")
-    assert_same_training(plain, run)
+    _, run = trainer.pair(PLANNING, f"--swap-memory-gib {found[1]}")
     assert run.summary["planning"]["predicted_peak_gib"] <= float(found[1])
     assert "above the budget: planned again" not in run.output
 
 
 def test_all_ranks_end_with_that_message(trainer: Trainer) -> None:
-    run = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}", ranks=2)
+    run = trainer.failing(f"{PLANNING} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}", ranks=2)
     told = re.findall(r"^\[rank\d\]: error: no plan stays below 0\.0005 GiB", run.output, flags=re.MULTILINE)
     assert len(told) == 2, run.tail
 
 
-@pytest.mark.parametrize("num_first", [2, 6])
-def test_the_stage_that_needs_most_says_the_smallest(trainer: Trainer, num_first: int) -> None:
-    flags = (f"--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers {num_first} --global-batch-size 8 "
-             f"{STEPS} {SWAP_SMALL} {recorded('torch')}")  # fmt: skip
+def test_the_stage_that_needs_most_says_the_smallest(trainer: Trainer) -> None:
+    flags = (f"--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6 --global-batch-size 8 "
+             f"{PLANNING} {SWAP_SMALL}")  # fmt: skip
     refused = trainer.failing(f"{flags} --swap-memory-gib 0.00005", ranks=2)
     found = re.search(r"found feasible is ([\d.]+) GiB", refused.error)
     assert found, refused.tail
-    trainer.run(f"{flags} --swap-memory-gib {found[1]}", ranks=2)
+    trainer.live(f"{flags} --swap-memory-gib {found[1]}", ranks=2)
 
 
 def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
@@ -217,10 +139,8 @@ def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
         "^--global-batch-size ^--num-attention-heads ^4 --num-attention-heads 4 --pipeline-model-parallel-size 2 "
         "--step-batch-size-schedule '0:2 1536:8' --train-iters 26 --lr-decay-iters 26"
     )
-    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", ranks=2)
-    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
-    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", ranks=2)
-    assert_same_training(plain, run)
+    budget_gib = 0.6 * trainer.unswapped(flags, ranks=2).summary["saved_peak_bytes"] / GIB
+    _, run = trainer.pair(flags, f"--swap-memory-gib {budget_gib}", ranks=2)
     assert "steps have 4 micro-batches, not 1" in run.output
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
 
@@ -229,10 +149,8 @@ def test_more_micro_batches_without_a_pipeline_keep_the_plan(trainer: Trainer) -
     """A step has two micro-batches at first and four from step 9 on. One after the other, they hold no more memory."""
     schedule = "--step-batch-size-schedule '0:4 2048:8' --train-iters 14 --lr-decay-iters 14"
     flags = f"^--global-batch-size ^--num-attention-heads ^4 --num-attention-heads 4 {schedule}"
-    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}")
-    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
-    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}")
-    assert_same_training(plain, run)
+    budget_gib = 0.6 * trainer.unswapped(flags).summary["saved_peak_bytes"] / GIB
+    _, run = trainer.pair(flags, f"--swap-memory-gib {budget_gib}")
     assert "using step batch size schedule" in run.output
     assert len({step["swapped_out_bytes"] for step in run.summary["steps"][-2:]}) == 1
     assert run.summary["steps"][-1]["swapped_out_bytes"] > 1.5 * run.summary["steps"][-7]["swapped_out_bytes"]
@@ -247,7 +165,7 @@ def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
 ) -> None:
     """The first trained layer's input needs no gradient. Recomputed from it, the layer's weights would get no
     gradient."""
-    flags = f"--frozen-layers {num_frozen} {STEPS}"
+    flags = f"--frozen-layers {num_frozen} {PLANNING}"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)
     budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
     flags += f" {SWAP_SMALL} --swap-memory-gib {budget_gib} --swap-save-profile profile.json"
@@ -261,9 +179,10 @@ def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
     assert sections == {num_frozen: [part], **{layer: [part, "layer"] for layer in range(num_frozen + 1, 8)}}
 
 
+@pytest.mark.nightly
 def test_a_budget_where_only_the_head_is_trained(trainer: Trainer) -> None:
     """No layer runs backward. So either nothing needs to be swapped, or no plan helps."""
-    flags = f"--frozen-layers 8 {STEPS}"
+    flags = f"--frozen-layers 8 {PLANNING}"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)
     peak_gib = plain.summary["saved_peak_bytes"] / GIB
     flags += f" {SWAP_SMALL}"
@@ -275,6 +194,7 @@ def test_a_budget_where_only_the_head_is_trained(trainer: Trainer) -> None:
     assert "the smallest budget that was found feasible is" in run.error
 
 
+@pytest.mark.nightly
 def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:
     """One evaluation runs while steps are recorded, one while plans are tried, one later. The plan depends on the
     times."""
@@ -290,7 +210,7 @@ def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:
 
 def test_a_length_that_alternates_is_planned_for_at_its_largest(trainer: Trainer) -> None:
     """The last recorded step is a short one. The long steps do not exceed the plan."""
-    flags = f"{STEPS} --lengths 1:32 1:64"
+    flags = f"{PLANNING} --lengths 1:32 1:64"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
     budget_gib = 0.8 * plain.summary["saved_peak_bytes"] / GIB
     run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=VARYING)
@@ -314,6 +234,7 @@ def test_another_sequence_length_is_planned_anew_and_known_the_next_time(trainer
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
 
 
+@pytest.mark.nightly
 def test_a_length_that_no_plan_fits_is_trained_above_the_budget_and_the_next_one_below(trainer: Trainer) -> None:
     flags = "--train-iters 46 --lr-decay-iters 46 --lengths 15:32 16:64 15:32"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
@@ -331,6 +252,7 @@ def test_a_length_that_no_plan_fits_is_trained_above_the_budget_and_the_next_one
     assert planning["predicted_peak_gib"] <= budget_gib
 
 
+@pytest.mark.nightly
 def test_a_length_that_comes_rarely_is_trained_by_the_plan_before(trainer: Trainer) -> None:
     """No long step comes while the planner records from step 13 on. At step 36 the plan before keeps as little as it
     can."""

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks.rows import read_rows
 from tests.integration.harness import ROOT
 
@@ -30,6 +32,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_the_quick_suite_interrupted_and_resumed(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     env = {**os.environ, "TMPDIR": str(tmp_path), "SWAP_COMMIT": "c0ffee"}
@@ -86,6 +89,7 @@ AUTOMATIC = ["auto-120%", "auto-60%"]
 NUM_STEPS = {"L6-h64": 17, "L6-h64-lengths": 38}
 
 
+@pytest.mark.nightly
 def test_the_quick_planner_suite(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     command = [*BENCH, "--suite", "quick-planner", "--output", str(output), "--method", "none", "ours-all", *AUTOMATIC]

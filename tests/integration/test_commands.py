@@ -117,15 +117,22 @@ def runnable_blocks(page: Path) -> list[str]:
     return [script for script in found if script and script not in done]
 
 
-@pytest.mark.slow
+SMALL = "docs/reference/files.md"
+"""The page whose commands run in ``--all``, too."""
+PAGES = [
+    pytest.param(page, marks=() if name_of(page) == SMALL else pytest.mark.nightly, id=name_of(page))
+    for page in user_pages() if runnable_blocks(page)
+]  # fmt: skip
+
+
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", [page for page in user_pages() if runnable_blocks(page)], ids=name_of)
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_on_a_cpu(page: Path, copy: Path) -> None:
     for script in runnable_blocks(page):
         run([script], copy)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", with_blocks("cluster"), ids=name_of)
 def test_a_cluster_on_one_machine(page: Path, copy: Path) -> None:

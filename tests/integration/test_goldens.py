@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -356,10 +355,12 @@ def differences(before: Any, now: Any) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.short
 def test_flags() -> None:
     assert changed_flags(golden("flags"), flags()) == []
 
 
+@pytest.mark.short
 def test_import_paths() -> None:
     assert gone(golden("imports"), imports()) == []
 
@@ -378,6 +379,7 @@ def test_rows_of_the_tools(tmp_path: Path) -> None:
     assert differences(golden("rows"), from_tools(tmp_path)) == []
 
 
+@pytest.mark.short
 class TestAPlantedDifferenceIsFound:
     @staticmethod
     def parser(**changes: Any) -> argparse.ArgumentParser:
@@ -433,7 +435,7 @@ class TestAPlantedDifferenceIsFound:
 
 def write() -> None:
     """Write all goldens from the current code."""
-    with tempfile.TemporaryDirectory() as folder, closing(Zygote()) as zygote:
+    with tempfile.TemporaryDirectory() as folder, Zygote() as zygote:
         base = Path(folder)
         trained = from_training(Trainer(zygote, base / "runs", base / "shared"))
         found = {"flags": flags(), "imports": imports(), "names": names(), **trained, "rows": from_tools(base)}

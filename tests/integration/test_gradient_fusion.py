@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration import rows
 from tests.integration.harness import SAVE, SWAP_SMALL, Run, Trainer, assert_same_checkpoints, recorded
 
 FUSING = Path(__file__).with_name("fusing_script.py")
@@ -19,7 +20,7 @@ OVERLAP = "--overlap-grad-reduce"
 TWICE = "--global-batch-size 8"
 NUM_ADDED = 3 * 2 * (8 * 4 + 1)
 """Number of additions: steps, times micro-batches, times linear layers."""
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FULL = f"{rows.FULL} uniform"
 SWAPS = (
     "--swap-summary summary.json",
     "--swap-layers all",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integration.harness import ROOT, SWAP_SMALL, Run, Trainer, arguments, load_checkpoint, recorded
-from tests.integration.test_optimizer import BF16, DISTRIBUTED, ON_DISK
+from tests.integration.rows import BF16, DISTRIBUTED, ON_DISK
 
 
 def weights_bytes(run: Run) -> int:
@@ -34,7 +34,7 @@ def assert_booked(run: Run, rank: int = 0) -> None:
 
 
 def test_nothing_is_swapped(trainer: Trainer) -> None:
-    run = trainer.unswapped()
+    run = trainer.unswapped(saved="torch")
     found, weights = memory(run), weights_bytes(run)
     assert found["weights"]["device_bytes"] == weights
     assert found["gradients"]["device_bytes"] == weights
@@ -64,6 +64,7 @@ def test_optimizer_state_at_rest(trainer: Trainer, on_disk: str) -> None:
     assert_booked(run)
 
 
+@pytest.mark.short
 def test_saved_in_its_last_step(trainer: Trainer) -> None:
     """Offloaded state is materialized for the checkpoint. The report shows it as ordinary tensors."""
     flags = f"{BF16} {SWAP_SMALL} --swap-min-mib 0 --swap-optimizer 1 {recorded('torch')}"

@@ -1,4 +1,4 @@
-"""``--swap-loss-chunks`` in the real trainer: one chunk changes no bit; several are equal from run to run."""
+"""``--swap-loss-chunks`` in the real trainer, several chunks: equal from run to run. The matrix has one chunk."""
 
 from __future__ import annotations
 
@@ -7,42 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import SAVE, SWAP_SMALL, Trainer, assert_same_checkpoints, assert_same_training, recorded
+from tests.integration.harness import SAVE, SWAP_SMALL, Trainer, assert_same_checkpoints, assert_same_training
+from tests.integration.rows import ALL, EVALUATION, FULL, MASKED
 
 HERE = Path(__file__).parent
 FUSING = HERE / "fusing_script.py"
-PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 8"
-MASKED = "--calculate-per-token-loss --reset-position-ids --eod-mask-loss"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 NUM_OUTPUTS = 3 * 2
 """Products with the output layer's weight in backward: steps times micro-batches."""
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [
-        pytest.param(f"--bf16 --untie-embeddings-and-output-weights {MASKED}", 1, id="untied-masked-per-token"),
-        pytest.param("--mtp-num-layers 1", 1, id="tied-mtp"),
-        pytest.param("--tensor-model-parallel-size 2", 2, id="tp2"),
-        pytest.param(f"{PIPELINE} --bf16", 2, id="pp2-tied"),
-    ],
-)
-def test_one_chunk_is_equal_to_the_bit(trainer: Trainer, flags: str, ranks: int) -> None:
-    plain = trainer.unswapped(flags, ranks=ranks)
-    ours = trainer.run(f"{flags} {SWAP_SMALL} --swap-layers all --swap-loss-chunks 1 {recorded('torch')}", ranks=ranks)
-    assert_same_training(plain, ours)
 
 
 @pytest.mark.parametrize(
     ("flags", "swap"),
     [
         pytest.param(f"--bf16 --mtp-num-layers 1 {MASKED}", "--swap-layers 0-5 --swap-recompute norm", id="mtp-masked"),
-        pytest.param(f"{FULL} --eval-interval 2 --eval-iters 1", "--swap-layers all", id="recompute-evaluation"),
+        pytest.param(f"{FULL} uniform {EVALUATION}", ALL, id="recompute-evaluation"),
     ],
 )
 def test_several_chunks_are_equal_with_and_without_swapping(trainer: Trainer, flags: str, swap: str) -> None:
     runs = [
-        trainer.run(f"{flags} {SWAP_SMALL} --swap-loss-chunks {num} {more} {recorded('torch')}")
+        trainer.live(f"{flags} {SWAP_SMALL} --swap-loss-chunks {num} {more}")
         for num, more in ((4, ""), (4, swap), (1, ""))
     ]
     assert_same_training(*runs[:2])
@@ -52,18 +35,18 @@ def test_several_chunks_are_equal_with_and_without_swapping(trainer: Trainer, fl
 
 def test_a_planner_beside_it(trainer: Trainer) -> None:
     """The planner measures the loss as it is; ``auto`` says what it chose."""
-    flags = f"--bf16 --train-iters 12 --swap-memory-gib 0.05 {SWAP_SMALL} {recorded('torch')}"
-    run = trainer.run(f"{flags} --swap-loss-chunks auto")
+    flags = f"--bf16 --train-iters 12 --swap-memory-gib 0.05 {SWAP_SMALL}"
+    run = trainer.live(f"{flags} --swap-loss-chunks auto")
     assert "swap: --swap-loss-chunks auto: the loss runs as a whole and takes" in run.output, run.tail
     assert run.summary["planning"]["stages"][-1]["stage"] == "stable", run.tail
 
 
 def test_without_the_flag_a_planner_says_what_it_would_save(trainer: Trainer) -> None:
     flags = f"--bf16 --seq-length 1024 --max-position-embeddings 1024 --vocab-size 2047 {SWAP_SMALL} --train-iters 1"
-    run = trainer.run(f"{flags} --swap-memory-gib 0.5")
+    run = trainer.live(f"{flags} --swap-memory-gib 0.5")
     assert re.search(r"swap: the loss takes .* --swap-loss-chunks 8 would take .* compute the logits twice", run.output)
     assert "so only the flag does it" in run.output
-    assert "would take" not in trainer.run(f"{flags} --swap-layers all").output
+    assert "would take" not in trainer.live(f"{flags} --swap-layers all").output
 
 
 @pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights"], ids=["tied", "untied"])
@@ -79,6 +62,7 @@ def test_fused_weight_gradients(trainer: Trainer, flags: str) -> None:
         assert_same_checkpoints(one.directory / "checkpoint", other.directory / "checkpoint")
 
 
+@pytest.mark.short
 def test_sequence_parallelism(trainer: Trainer) -> None:
     run = trainer.run(ranks=2, program=HERE / "sequence_parallel_script.py")
     assert run.output.count("equal\n") == 2, run.tail

@@ -15,11 +15,14 @@ import pytest
 from benchmarks.suites import command as bench
 from benchmarks.sweeps import command as sweep
 from megatron.swap.cli import main as cli
-from tests.integration.harness import CHECKED, ROOT, Run, Trainer
-from tests.integration.test_training import MLA
+from tests.integration.harness import CHECKED, PROGRAM, ROOT, Run, Trainer
+from tests.integration.rows import BOTH, FULL, KINDS, MLA, SELECTIVE
 
 MOST_LINES = 6
 Words = list[str]
+
+
+MODEL_IS_BUILT, TRAINS = "number of parameters on", "iteration        1/"
 
 
 def assert_told(output: str, words: Sequence[str]) -> None:
@@ -28,6 +31,7 @@ def assert_told(output: str, words: Sequence[str]) -> None:
     _, found, message = output.rpartition("error: ")
     assert found, output
     assert len(message.splitlines()) <= MOST_LINES, output
+    assert "\n\n" not in message.strip(), output
     missing = [word for word in words if word not in message]
     assert not missing, f"{missing} not in the message:\n{output}"
 
@@ -89,19 +93,155 @@ COMBINATIONS: list[tuple[str, Words]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [pytest.param(*mistake, id=mistake[0][:60])
-     for mistake in (*MISSPELT, *VALUES, *DEVICES_OF_A_FEW_KIB, *FILES, *OF_MEGATRON, *COMBINATIONS)],
-)  # fmt: skip
+LAYERS: list[tuple[str, Words]] = [
+    ("--swap-layers 0-8", ["--swap-layers '0-8'", "layer 8 is out of range", "0 to 7"]),
+    ("--swap-layers 1,,2", ["--swap-layers '1,,2'", "every:2"]),
+    ("--swap-layers first", ["--swap-layers 'first'", "0-23"]),
+    ("--swap-layers=-1", ["--swap-layers '-1'", "0-23"]),
+    ("--swap-layers every:0", ["every:0", "at least 1"]),
+    ("--swap-layers 5-2", ["--swap-layers '5-2'", "backwards", "2-5"]),
+    ("--swap-layers all --swap-modules mlp attn", ["--swap-modules 'attn'", "core_attention", "linear_fc1"]),
+    ("--swap-layers all --swap-min-mib -1", ["--swap-min-mib", "0 or more"]),
+    ("--swap-layers all --swap-prefetch-gib 0", ["--swap-prefetch-gib", "above 0"]),
+    ("--swap-layers none --swap-prefetch-gib 0", ["--swap-prefetch-gib", "above 0"]),
+    ("--swap-layers all --swap-host-gib -3", ["--swap-host-gib", "above 0"]),
+    ("--swap-layers all --swap-host-gib 1000000", ["1000000.00 GiB", "Lower --swap-host-gib", "--swap-host-unchecked"]),
+    ("--swap-layers all --swap-min-mib 0.001 --swap-host-gib 0.001",
+     ["--swap-layers all", "3.00 MiB", "1.02 MiB", "Swap fewer layers", "--swap-host-gib"]),
+    ("--swap-layers all --cpu-offloading-num-layers 2", ["--swap-layers all", "--cpu-offloading-num-layers 2", "Drop"]),
+    ("--swap-layers all --cuda-graph-impl local", ["--cuda-graph-impl local", "Drop", "--swap-layers none"]),
+    ("--hybrid-layer-pattern *-*-", ["--hybrid-layer-pattern *-*-: the flag is for hybrid models", "Drop it"]),
+    ("--hybrid-override-pattern *- --swap-layers all", ["--hybrid-override-pattern *-", "model_provider"]),
+    ("--mtp-hybrid-override-pattern *- --mtp-num-layers 1", ["--mtp-hybrid-override-pattern *-", "Drop it"]),
+]
+RECOMPUTED: list[tuple[str, Words]] = [
+    ("--swap-recompute dropout",
+     ["--swap-recompute dropout", "norm or activation or rotary or quantized or residual or linear"]),
+    (f"{KINDS} {SELECTIVE} mlp --disable-bias-linear", ["--recompute-modules mlp", "Drop activation"]),
+    (f"--swap-recompute linear {SELECTIVE} mlp --disable-bias-linear", ["--recompute-modules mlp", "Drop linear"]),
+    (f"--swap-recompute linear {SELECTIVE} layernorm", ["--recompute-modules layernorm", "Drop linear"]),
+    ("--swap-recompute residual --hidden-dropout 0.1", ["needs --hidden-dropout 0; 0.1 is set", "drop residual"]),
+    (f"{BOTH} {FULL} uniform",
+     ["--swap-recompute norm activation", "--recompute-method uniform", "Drop --swap-recompute"]),
+    (f"{BOTH} {SELECTIVE} layernorm", ["--recompute-modules layernorm", "Drop norm"]),
+    (f"{BOTH} --swiglu", ["--no-bias-swiglu-fusion", "Drop"]),
+    (f"{BOTH} --cuda-graph-impl local", ["--cuda-graph-impl local", "drop --swap-recompute"]),
+]
+MACHINE: list[tuple[str, Words]] = [
+    ("^--mock-data --data-path /nowhere/x", ["--data-path /nowhere/x", "no /nowhere/x.idx", "preprocess_data"]),
+    ("--tokenizer-type TikTokenizer --swap-layers all", ["Megatron refuses these flags", "Tokenizer path"]),
+    *((f"--seq-length 100000000 --max-position-embeddings 100000000 {swap}",
+       ["needs at least", "for the activations", "2 x 100000000 tokens", "are available", "--micro-batch-size"])
+      for swap in ("", "--swap-layers all")),
+]
+TOLD = (*MISSPELT, *VALUES, *DEVICES_OF_A_FEW_KIB, *FILES, *OF_MEGATRON, *COMBINATIONS, *LAYERS, *RECOMPUTED, *MACHINE)
+REAL = ("--swap-layer all", "--swap-memory-gib 24GB", "--swap-plan /dev/zero", "--hidden-size 66", "--num-layers 0")
+"""Mistakes whose runs are processes of their own."""
+
+
+IN_THE_SHORT_RUN = ("--swap-layer all", *(flags for flags, _ in (*LAYERS, *FILES)))
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    pytest.param(*mistake, id=mistake[0][:60], marks=pytest.mark.short if mistake[0] in IN_THE_SHORT_RUN else ())
+    for mistake in TOLD
+])  # fmt: skip
 def test_of_a_training_command(trainer: Trainer, flags: str, words: Words) -> None:
-    assert_told(trainer.failing(flags, timeout_s=20.0).output, words)
+    run = trainer.failing(flags, timeout_s=20.0) if flags in REAL else trainer.refused(flags)
+    assert_told(run.output, words)
+    assert MODEL_IS_BUILT not in run.output, run.tail
 
 
 def test_debug_shows_the_traceback(trainer: Trainer) -> None:
     run = trainer.failing("--hidden-size 66 --swap-log-level debug")
     assert "Traceback" in run.output, run.tail
     assert run.output.splitlines()[-1] == "AssertionError", run.tail
+
+
+def test_from_a_fresh_process(trainer: Trainer) -> None:
+    """The message is the whole output that a user sees."""
+    run = trainer.failing("--swap-layers 5-2", fresh=True)
+    assert_told(run.output, ["backwards"])
+    assert run.returncode == 1
+
+
+def test_data_of_few_documents(trainer: Trainer, tmp_path: Path) -> None:
+    """All of it is trained on, unless an evaluation is asked for. The last document is shorter than a sequence."""
+    import indexed_text  # tools/ is on the path where tests run, and not where ``python -m tests.pages`` reads them
+
+    indexed_text.write_byte_level(tmp_path / "few", ["One document a line."] * 30)
+    flags = f"^--mock-data --data-path {tmp_path}/few --vocab-size 257 --swap-layers none"
+    words = ["--split 969, 30, 1", "no document for the test", "30 documents", "--split 28,1,1", "--eval-iters 0"]
+    assert_told(trainer.failing(f"{flags} --eval-iters 1", timeout_s=20.0).output, words)
+    assert TRAINS in trainer.run(f"{flags} --train-iters 1", timeout_s=20.0).output
+
+
+def test_host_memory_that_is_not_taken_is_not_checked(trainer: Trainer) -> None:
+    """It grows on demand, or the run does not swap."""
+    for flags in ("--swap-layers all --swap-host-unchecked --swap-min-mib 0.001", "--swap-layers none"):
+        assert TRAINS in trainer.live(f"{flags} --swap-host-gib 1000000").output
+
+
+@pytest.mark.short
+def test_known_module_that_this_model_lacks(trainer: Trainer) -> None:
+    """The module is known only when the model is built, which is still before the first step."""
+    run = trainer.failing("--swap-layers all --swap-modules router")
+    assert_told(run.output, ["--swap-modules 'router'", "mlp.linear_fc1", "self_attention.core_attention"])
+    assert TRAINS not in run.output
+
+
+PATCHED = """
+import runpy
+{lines}
+runpy.run_path({program!r}, run_name='__main__')
+"""
+
+
+def patched(folder: Path, lines: str) -> Path:
+    """Return the program, before which these lines run."""
+    path = folder / "program.py"
+    path.write_text(PATCHED.format(lines=lines, program=str(PROGRAM)))
+    return path
+
+
+# Flags that Megatron itself refuses first on this machine, or never checks: our own check is called.
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"cuda_graph_impl": "transformer_engine"}, "--cuda-graph-impl transformer_engine"),
+        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+    ],
+)
+def test_other_ways_to_move_activations(
+    trainer: Trainer, tmp_path: Path, changes: dict[str, object], flag: str
+) -> None:
+    program = patched(tmp_path, f"""
+from megatron.training import argument_utils
+original = argument_utils.gpt_config_from_args
+def gpt_config_from_args(args):
+    config = original(args)
+    vars(args).update({changes!r})
+    return config
+argument_utils.gpt_config_from_args = gpt_config_from_args""")
+    run = trainer.failing("--swap-layers all", program=program)
+    assert_told(run.output, [flag, f"Drop {flag}", "--swap-layers none"])
+
+
+def test_upstream_of_another_source(trainer: Trainer, tmp_path: Path) -> None:
+    """A vendor's build of the same version: the message names the symbol and the remedy, which then works."""
+    program = patched(tmp_path, """
+import megatron.training.training as training
+original = training.training_log
+training.training_log = lambda *arguments, **options: original(*arguments, **options)""")
+    symbol = "megatron.training.training.training_log"
+    run = trainer.failing("--swap-layers all --swap-min-mib 0.001", program=program)
+    way_on = f"MEGATRON_SWAP_UNCHECKED_UPSTREAM={symbol}"
+    words = [symbol, "patches/training_log.py", "megatron-core==0.19.2 (0.18.2, 0.19.0 fit too)", way_on]
+    assert_told(run.output, words)
+    assert "Megatron refuses these flags" not in run.output
+    name, value = way_on.split("=")
+    run = trainer.run("--swap-layers all --swap-min-mib 0.001", program=program, env={name: value})
+    assert TRAINS in run.output
 
 
 # ------------------------------------------------------------------------------------- a script of the user
@@ -142,7 +282,10 @@ def own_script(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize(
     ("install", "flags", "words"),
     [
-        (FORGOTTEN, "--swap-layers=all", ["--swap-layers=all", "not called SwapSession", "Train by swap.pretrain("]),
+        pytest.param(
+            FORGOTTEN, "--swap-layers=all", ["--swap-layers=all", "not called SwapSession", "Train by swap.pretrain("],
+            marks=pytest.mark.short,
+        ),
         (FORGOTTEN, "--swap-memory-gib 1", ["--swap-memory-gib", "SwapSession.install", "or drop"]),
         (CLOSED, "--swap-layers all --swap-min-mib 0.001", ["SwapSession.install"]),
         (INSTALLED, "--swap-layer all", ["--swap-layer is not a flag", "nearest is --swap-layers"]),
@@ -239,6 +382,7 @@ def test_of_the_example(env: str, flags: str, words: Words, tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------------------- --help
 
 
+@pytest.mark.short
 def test_help_begins_with_our_flags(trainer: Trainer) -> None:
     """Upstream's own help text of one flag has a bare ``%``."""
     run = trainer.run("--help")

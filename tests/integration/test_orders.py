@@ -8,16 +8,14 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.swap.common.plan import LAYER_SECTION, PlanClass, save_plan
+from megatron.swap.common.plan import PlanClass, save_plan
 from tests.integration.harness import SWAP_SMALL, Trainer, Zygote
-from tests.integration.test_plans import BF16_DROPOUT, MIXED, plan_for
-from tests.integration.test_training import MOE
+from tests.integration.rows import DROPOUT, FULL, MIXED, MOE, WHOLE, plan_for
 from tests.logged_device import digest, goldens, write
 
 PROGRAM = Path(__file__).with_name("orders_script.py")
@@ -37,15 +35,13 @@ CASES = {
     "trainer: recomputed": Case("--swap-layers all --swap-recompute norm activation"),
     "trainer: pipeline": Case(f"{PIPELINE} --swap-layers all", 2),
     "trainer: chunks": Case(f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2 --swap-layers all", 2),
-    "trainer: a plan": Case(BF16_DROPOUT, plan=MIXED),
-    "trainer: whole layers": Case("", plan=(PlanClass("0-7", {}, (LAYER_SECTION,)),)),
+    "trainer: a plan": Case(f"--bf16 {DROPOUT}", plan=MIXED),
+    "trainer: whole layers": Case("", plan=WHOLE),
     "trainer: experts": Case(f"{MOE} {EVEN} --swap-layers all"),
-    "trainer: full recomputation": Case(
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --swap-layers all"
-    ),
+    "trainer: full recomputation": Case(f"{FULL} uniform --swap-layers all"),
     "trainer: optimizer": Case("--swap-optimizer 1"),
     "trainer: optimizer on disk": Case("--swap-optimizer 1 --swap-disk-dir . --swap-disk-gib 1 --swap-host-gib 0.02"),
-    "trainer: half of the optimizer, bf16": Case(f"{BF16_DROPOUT} --swap-layers all --swap-optimizer 0.5"),
+    "trainer: half of the optimizer, bf16": Case(f"--bf16 {DROPOUT} --swap-layers all --swap-optimizer 0.5"),
     "trainer: optimizer, distributed": Case("--use-distributed-optimizer --swap-optimizer 1", 2),
 }
 
@@ -64,7 +60,7 @@ def logs(trainer: Any, folder: Path, case: Case) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in IN_THE_SHORT_RUN else pytest.mark.slow) for name in CASES
+    pytest.param(name, marks=pytest.mark.short if name in IN_THE_SHORT_RUN else ()) for name in CASES
 ])  # fmt: skip
 def test_the_order_is_as_it_was(trainer: Trainer, tmp_path: Path, name: str) -> None:
     found = logs(trainer, tmp_path, CASES[name])
@@ -73,8 +69,8 @@ def test_the_order_is_as_it_was(trainer: Trainer, tmp_path: Path, name: str) -> 
 
 
 if __name__ == "__main__":
-    zygote, made = Zygote(), {}
-    with closing(zygote):
+    made = {}
+    with Zygote() as zygote:
         for number, (name, case) in enumerate(CASES.items()):
             here = Path(sys.argv[1]).resolve() / str(number)
             here.mkdir(parents=True, exist_ok=True)

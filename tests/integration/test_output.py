@@ -17,9 +17,9 @@ from tests.integration.harness import (
     assert_swapped,
     recorded,
 )
+from tests.integration.rows import BOTH, FULL
 
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SWAP = f"--swap-layers all {SWAP_SMALL}"
 
 # Replaces the program's forward step by one that inspects the model and Megatron, or raises.
@@ -62,8 +62,9 @@ def probe(directory: Path, body: str) -> Path:
     return path
 
 
+@pytest.mark.short
 def test_lines_and_tables(trainer: Trainer) -> None:
-    run = trainer.run(SWAP)
+    run = trainer.live(SWAP)
     lines = run.output.splitlines()
     assert any("swap:" in line and "0-7" in line for line in lines), run.tail
     assert sum("swap: out" in line and "waited" in line for line in lines) == 3, run.tail
@@ -94,11 +95,11 @@ def test_the_verdict_where_training_stops_early(trainer: Trainer) -> None:
     assert_verdict(trainer.run(f"{SWAP} --exit-interval 2"))
 
 
-@pytest.mark.parametrize("flags", ["", FULL])
+@pytest.mark.parametrize("flags", ["", f"{FULL} uniform"])
 def test_the_verdict_is_what_an_unswapped_run_shows(trainer: Trainer, flags: str) -> None:
     """What autograd would hold is what it held in the run without swapping, but for what others held at its peak."""
     plain = trainer.unswapped(flags).summary
-    swapped = trainer.run(f"{SWAP} {flags} --swap-summary summary.json").summary
+    swapped = trainer.live(f"{SWAP} {flags}").summary
     counted = swapped["ranks"][0]["counted"]
     assert counted["iteration"] == 3
     assert counted["saved_bytes"] == plain["ranks"][0]["counted"]["saved_bytes"]
@@ -130,15 +131,21 @@ def test_the_line_that_averages_two_iterations_is_announced(trainer: Trainer) ->
     assert said not in trainer.run(f"{SWAP} --log-interval 2 --train-iters 4").output
 
 
+def test_a_kind_that_nothing_makes_is_told(trainer: Trainer) -> None:
+    run = trainer.live(f"{SWAP_SMALL} --swap-layers none {BOTH} --swap-min-mib 1000")
+    assert "--swap-recompute norm does nothing here" in run.output
+    assert "--swap-recompute activation does nothing here" in run.output
+
+
 def test_log_interval(trainer: Trainer) -> None:
-    run = trainer.run(f"{SWAP} --train-iters 4 --log-interval 2 --swap-summary summary.json")
+    run = trainer.live(f"{SWAP} --train-iters 4 --log-interval 2")
     logged = sum(" iteration " in line for line in run.output.splitlines())
     assert run.output.count("swap: out") in (logged, 2)
     assert len(run.summary["losses"]) == 4
 
 
 def test_quiet(trainer: Trainer) -> None:
-    run = trainer.run(f"{SWAP} --swap-log-level quiet --swap-summary summary.json")
+    run = trainer.live(f"{SWAP} --swap-log-level quiet")
     assert " swap: " not in run.output, run.tail
     assert "out a step" not in run.output
     assert_swapped(run)
@@ -155,13 +162,14 @@ def test_tensorboard(trainer: Trainer) -> None:
     assert events.Scalars("swap/out-gib")[-1].value > 0
 
 
+@pytest.mark.short
 def test_none_installs_nothing(trainer: Trainer, tmp_path: Path) -> None:
     """The run has no hooks, no replaced forward and no patch of the training loop, and trains the same."""
     run = trainer.run("--swap-layers none --save checkpoint --save-interval 1000 --ckpt-format torch",
                       program=probe(tmp_path, LOOK))  # fmt: skip
     assert "PROBE 0 []" in run.output, run.tail
     assert "swap:" not in run.output
-    assert_same_checkpoints(run.directory / "checkpoint", trainer.unswapped().directory / "checkpoint")
+    assert_same_checkpoints(run.directory / "checkpoint", trainer.unswapped(saved="torch").directory / "checkpoint")
 
 
 def test_the_probe_sees_what_swapping_installs(trainer: Trainer, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from tests.integration.harness import (
     assert_swapped,
     recorded,
 )
+from tests.integration.rows import FULL, FUSED_LLAMA, HIDDEN_BYTES, TENSOR
 from tests.integration.test_fp8 import MODEL, SMALL
-from tests.integration.test_recompute_sites import FUSED_LLAMA, HIDDEN_BYTES
 from tools.indexed_text import BYTE_LEVEL_FLAGS, write_byte_level
 
 PACKED = Path(__file__).with_name("packed_script.py")
@@ -32,7 +32,6 @@ VPP = (
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 "
     "--global-batch-size 8"
 )
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LENGTHS = (1, 2, 5, 13, 39)
 
 
@@ -85,22 +84,17 @@ def pair(trainer: Trainer, flags: str, swap: str, ranks: int = 1) -> tuple[Run, 
             id="chunks",
         ),
         pytest.param(VPP, f"--swap-layers all {KINDS}", 2, id="pp2-vpp2"),  # two of four stages read no tokens
-        pytest.param("--tensor-model-parallel-size 2", "--swap-layers all --swap-recompute rotary", 2, id="tp2"),
+        pytest.param(TENSOR, "--swap-layers all --swap-recompute rotary", 2, id="tp2"),
+        pytest.param(f"{FULL} uniform", "--swap-layers all", 1, id="full"),
     ],
 )  # fmt: skip
 def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: str, ranks: int) -> None:
     plain, run = pair(trainer, f"{documents} {FLAG} {flags}", swap, ranks)
     assert_same_training(plain, run)
     assert_swapped(run)
-    assert run.summary["recomputed_bytes"] > 0
+    assert (run.summary["recomputed_bytes"] > 0) == ("--swap-recompute" in swap)
     assert run.summary["num_late"] == 0
     assert not [line for line in run.summary["recompute_refused"] if "different bits" in line]
-
-
-def test_with_full_recomputation(trainer: Trainer, documents: str) -> None:
-    plain, run = pair(trainer, f"{documents} {FLAG} {FULL}", "--swap-layers all")
-    assert_same_training(plain, run)
-    assert_swapped(run)
 
 
 def test_rotary_embeddings_are_recomputed(trainer: Trainer, documents: str) -> None:

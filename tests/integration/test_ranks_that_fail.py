@@ -46,7 +46,7 @@ def test_a_rank_that_is_killed_ends_the_others(trainer: Trainer, flags: str) -> 
 def test_a_rank_whose_link_is_ten_times_slower(trainer: Trainer) -> None:
     """Ranks agree on the worst measurement: on one plan, and at the same step."""
     flags = "--train-iters 16 --lr-decay-iters 16"
-    plain = trainer.unswapped(flags, ranks=2)
+    plain = trainer.unswapped(flags, ranks=2, saved="torch")
     budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / 2 / GIB
     run = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} --swap-save-profile profile.json {recorded('torch')} "

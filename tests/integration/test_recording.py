@@ -13,16 +13,12 @@ from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.planner.profile import LayerClass, Link, Profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
-from tests.integration.harness import ROOT, SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
-from tests.integration.test_training import LLAMA, MOE
+from tests.integration.harness import ROOT, SWAP_SMALL, Run, Trainer, assert_same_training, recorded
+from tests.integration.rows import ANGLES_BYTES, FUSED_LLAMA, MOE
 
 SCRIPT = ROOT / "tests" / "integration" / "recording_script.py"
 HOOKED = f"{SWAP_SMALL} --swap-layers all --swap-recompute {{}} {recorded('torch')}"
 STEPS = "--train-iters 5"
-LLAMA_FUSED = f"{WITH_FUSION} {LLAMA}"
-ANGLES_BYTES = 64 * 16 * 4
-"""Bytes of the rotary angles: sequence 64, 16 channels a head, fp32. The observer counts this table when a
-recomputation reads it."""
 
 
 def recorded_run(trainer: Trainer, flags: str, policy: str = "safe", ranks: int = 1) -> Run:
@@ -33,7 +29,7 @@ def recorded_run(trainer: Trainer, flags: str, policy: str = "safe", ranks: int 
 
 def planned_run(trainer: Trainer, flags: str, plan: Plan, path: Path) -> Run:
     save_plan(plan, path)
-    return trainer.run(f"{flags} {STEPS} {SWAP_SMALL} --swap-plan {path} {recorded('torch')}")
+    return trainer.live(f"{flags} {STEPS} {SWAP_SMALL} --swap-plan {path}")
 
 
 def shape(profile: Profile) -> object:
@@ -65,7 +61,7 @@ def recipes(entry: LayerClass) -> dict[str, tuple[str, ...]]:
 def test_the_profile_does_not_depend_on_the_policy(
     trainer: Trainer, flags: str, ranks: int, num_recipes: int
 ) -> None:
-    plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
+    plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks, saved="torch")
     shapes = []
     for policy in ("keep", "swap", "safe"):
         run = recorded_run(trainer, flags, policy, ranks)
@@ -126,7 +122,7 @@ def test_what_is_saved_outside_the_layers_has_a_name(
 
 def test_what_is_made_from_what(trainer: Trainer) -> None:
     """Megatron's own layers save linear_qkv's output as the values' storage, and make the others from it."""
-    profile = load_profile(recorded_run(trainer, LLAMA_FUSED).directory / "profile-0.json")
+    profile = load_profile(recorded_run(trainer, FUSED_LLAMA).directory / "profile-0.json")
     for entry in profile.layers:
         core = "self_attention.core_attention"
         assert recipes(entry) == {
@@ -148,10 +144,10 @@ def test_what_is_made_from_what(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("flags", "shares"),
     [
-        pytest.param(LLAMA_FUSED, (0.85, 0.6, 0.45), id="llama"),
-        pytest.param(f"{LLAMA_FUSED} --mlp-chunks-for-training 3", (0.6, 0.4), id="mlp-chunks"),
+        pytest.param(FUSED_LLAMA, (0.85, 0.6, 0.45), id="llama"),
+        pytest.param(f"{FUSED_LLAMA} --mlp-chunks-for-training 3", (0.6, 0.4), id="mlp-chunks"),
         pytest.param("", (0.6,), id="gpt"),
-        pytest.param(f"{LLAMA_FUSED} --bf16 --attention-dropout 0.1 --hidden-dropout 0.1", (0.6,), id="bf16-dropout"),
+        pytest.param(f"{FUSED_LLAMA} --bf16 --attention-dropout 0.1 --hidden-dropout 0.1", (0.6,), id="bf16-dropout"),
     ],
 )
 def test_a_plan_made_from_a_recording_holds_what_was_predicted(
@@ -186,10 +182,10 @@ def test_a_plan_made_from_a_recording_holds_what_was_predicted(
 
 def test_no_plan_holds_more_than_was_predicted(trainer: Trainer, tmp_path: Path) -> None:
     """Under the plan with the lowest peak, recomputed storages are freed a little earlier in forward than predicted."""
-    plain = trainer.unswapped(f"{LLAMA_FUSED} {STEPS}")
-    profile = load_profile(recorded_run(trainer, LLAMA_FUSED).directory / "profile-0.json")
+    plain = trainer.unswapped(f"{FUSED_LLAMA} {STEPS}")
+    profile = load_profile(recorded_run(trainer, FUSED_LLAMA).directory / "profile-0.json")
     solution = solve(profile, smallest_budget(profile))
-    run = planned_run(trainer, LLAMA_FUSED, solution.plan, tmp_path / "plan.json")
+    run = planned_run(trainer, FUSED_LLAMA, solution.plan, tmp_path / "plan.json")
     assert_same_training(plain, run)
     measured = run.summary["saved_peak_bytes"]
     assert measured <= solution.prediction.peak_gib * GIB < 0.3 * plain.summary["saved_peak_bytes"]

@@ -17,7 +17,7 @@ from tests.integration.harness import (
 @pytest.mark.parametrize(
     ("flags", "saved"),
     [
-        pytest.param("--attention-dropout 0.1 --hidden-dropout 0.1", "torch", id="dropout"),
+        pytest.param("--attention-dropout 0.1 --hidden-dropout 0.1", "torch", id="dropout", marks=pytest.mark.short),
         pytest.param("--bf16", "torch_dist", id="bf16-torch_dist"),
     ],
 )
@@ -37,7 +37,7 @@ def test_resumed_with_swapping(trainer: Trainer, flags: str, saved: str) -> None
 
 def test_swapping_may_be_switched_between_runs(trainer: Trainer) -> None:
     """Checkpoints do not depend on swapping."""
-    whole = trainer.unswapped("--train-iters 4")
+    whole = trainer.unswapped("--train-iters 4", saved="torch")
     swap = f"{SWAP_SMALL} --swap-layers all"
     first = trainer.run(f"--train-iters 4 {swap} {recorded('torch')} --exit-interval 2")
     second = trainer.run(f"--train-iters 4 {recorded('torch')} --load {first.directory / 'checkpoint'}")

@@ -26,7 +26,7 @@ def flags(tmp_path: Path) -> str:
 
 def goes_on(trainer: Trainer, flags: str, ended: Run, from_step: int) -> None:
     """Check that the next run goes on from step ``from_step`` and ends as a run that nothing happened to."""
-    plain = trainer.unswapped(STEPS)
+    plain = trainer.unswapped(STEPS, saved="torch")
     saved = int((ended.directory / "checkpoint" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == from_step
     went_on = trainer.run(f"{flags} --load {ended.directory}/checkpoint")
@@ -41,7 +41,9 @@ def assert_nothing_left(run: Run, disk: Path) -> None:
     assert left <= {"checkpoint", "log", "summary.json"}, left
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("SIGINT", "SIGUSR1", "SIGUSR2"))]
+)
 def test_megatrons_handler_saves_and_ends(trainer: Trainer, flags: str, tmp_path: Path, name: str) -> None:
     """The signal comes in the fourth step. Megatron ends that step and saves it."""
     handled = f"{flags} {HANDLED} --exit-signal {name}"
@@ -62,6 +64,7 @@ def test_without_a_handler_the_last_checkpoint_stays(
     goes_on(trainer, flags, ended, 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 3])
 def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path, seed: int) -> None:
     """Every step is saved, so that some are killed in a checkpoint. ``python -m benchmarks.soak.kills`` does more."""
@@ -70,7 +73,7 @@ def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path,
     assert killed.returncode == -signal.SIGKILL, killed.tail
     assert_nothing_left(killed, tmp_path / "disk")
     saved = saved_step(killed.directory / "checkpoint")
-    plain = trainer.unswapped(MORE_STEPS)
+    plain = trainer.unswapped(MORE_STEPS, saved="torch")
     load = f"--load {killed.directory}/checkpoint" if saved else ""
     went_on = trainer.run(f"{flags} {load}")
     assert went_on.summary["losses"] == plain.summary["losses"][saved:]
@@ -80,7 +83,7 @@ def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path,
 def test_a_clock_that_jumps_changes_no_plan_and_no_figure(trainer: Trainer) -> None:
     """What is timed is timed by a clock that never jumps. Megatron's own lines show the jumps."""
     flags = "--train-iters 14 --lr-decay-iters 14"
-    plain = trainer.unswapped(flags)
+    plain = trainer.unswapped(flags, saved="torch")
     run = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-memory-gib 0.003 --swap-optimizer auto {recorded('torch')} clock 2",
         program=SIGNALLED,

@@ -21,6 +21,7 @@ COMMAND = [sys.executable, str(ROOT / "tools" / "sweep.py")]
 PATIENCE_S = 200.0
 
 
+@pytest.mark.nightly
 def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     """The models have four or eight layers. The host memory limit suffices for the optimizer state of four layers, and
     the emulated device for four layers without offload."""

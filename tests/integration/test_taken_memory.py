@@ -29,7 +29,7 @@ def test_a_run_without_a_disk_ends_and_says_why(trainer: Trainer, left_mib: str)
 
 
 def test_a_run_with_a_disk_trains_on(trainer: Trainer) -> None:
-    plain = trainer.unswapped("")
+    plain = trainer.unswapped(saved="torch")
     flags = f"{SMALL} {recorded('torch')} --swap-layers all --swap-disk-dir ."
     run = trainer.run(f"{flags} --left-mib 4 0.001", program=TAKEN)
     assert_same_training(plain, run)

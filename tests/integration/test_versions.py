@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,22 +18,20 @@ from megatron.swap.patches.registry import VERSIONS
 from tests import commands
 from tests.integration.harness import (
     SWAP_SMALL,
-    WITH_FUSION,
+    Run,
     Trainer,
     Zygote,
     assert_same_checkpoints,
     assert_same_training,
     recorded,
 )
+from tests.integration.rows import FULL, FUSED_LLAMA, MOE, PLANNING
 from tests.integration.test_gradient_fusion import FUSING, FUSION, NUM_ADDED, TE_FUSING, num_added
-from tests.integration.test_training import LLAMA, MOE
 from tests.integration.versions import folder_of
 from tests.pages import DOCS
 
 OLDEST, *_ = MEGATRON = VERSIONS["megatron-core"]
 PROVIDER = Path(__file__).with_name("provider_script.py")
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-PLANNED = "--train-iters 14 --lr-decay-iters 14"
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ class Case:
 
 CASES = (
     Case("offload, with half of the optimizer state", "--bf16", "--swap-layers all --swap-optimizer 0.5"),
-    Case("recompute: all kinds", f"{WITH_FUSION} --bf16 {LLAMA}",
+    Case("recompute: all kinds", f"--bf16 {FUSED_LLAMA}",
          "--swap-layers 0-3 --swap-recompute norm activation rotary linear"),
-    Case("Megatron's full recomputation", f"--bf16 {FULL}", "--swap-layers all"),
+    Case("Megatron's full recomputation", f"--bf16 {FULL} uniform", "--swap-layers all"),
     Case("two data-parallel ranks, distributed optimizer", "--bf16 --use-distributed-optimizer",
          "--swap-layers all --swap-optimizer 1", 2),
     Case("experts, two pipeline stages of two chunks",
@@ -71,7 +70,7 @@ print("megatron", megatron.core.__version__, megatron.core.__file__, megatron.tr
 """
 
 
-@pytest.fixture(params=MEGATRON)
+@pytest.fixture(params=[OLDEST, *(pytest.param(version, marks=pytest.mark.nightly) for version in MEGATRON[1:])])
 def version(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -83,23 +82,28 @@ def trainer(version: str, zygote: Zygote, tmp_path: Path, shared_runs: Path) -> 
     if folder is None:
         yield Trainer(zygote, tmp_path, shared_runs)
         return
-    other = Zygote(folder)
-    yield Trainer(other, tmp_path, tmp_path)
-    other.close()
+    with Zygote(folder) as other:
+        yield Trainer(other, tmp_path, tmp_path)
+
+
+def pair(trainer: Trainer, flags: str, swap: str, **options: Any) -> Run:
+    """Return a swapped run, which is compared to the bit with the same training without swapping."""
+    plain = trainer.unswapped(flags, ranks=options.get("ranks", 1), saved="torch")
+    run = trainer.run(f"{flags} {SWAP_SMALL} {swap} {recorded('torch')}", **options)
+    assert_same_training(plain, run)
+    return run
 
 
 def test_equal_to_the_bit(trainer: Trainer, version: str, tmp_path: Path) -> None:
     """All in one test: a process that has imported Megatron forks all runs of a version."""
     assert_is_of(version, trainer, tmp_path)
     for case in CASES:
-        _, swapped = trainer.pair(case.flags, case.swap, ranks=case.ranks)
+        swapped = pair(trainer, case.flags, case.swap, ranks=case.ranks)
         assert "swap: without" not in swapped.output, swapped.tail
-    plain = trainer.unswapped(PLANNED)
-    budget_gib = 0.7 * plain.summary["saved_peak_bytes"] / GIB
-    planned = trainer.run(f"{PLANNED} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}")
-    assert_same_training(plain, planned)
+    budget_gib = 0.7 * trainer.unswapped(PLANNING, saved="torch").summary["saved_peak_bytes"] / GIB
+    planned = pair(trainer, PLANNING, f"--swap-memory-gib {budget_gib}")
     assert planned.summary["planning"]["stages"][-1]["stage"] == "stable"
-    trainer.pair("", program=PROVIDER)
+    pair(trainer, "", "--swap-layers all", program=PROVIDER)
     fused = [trainer.run(f"{FUSION} {swap}", program=FUSING) for swap in ("", f"{SWAP_SMALL} --swap-layers all")]
     assert [num_added(run) for run in fused] == [{NUM_ADDED}] * 2
     assert_same_checkpoints(*(run.directory / "checkpoint" for run in fused))

@@ -94,6 +94,7 @@ class TestFailedPageLock:
         pool.lease(MIB).free()
         pool.close()
 
+    @pytest.mark.slow
     @NEEDS_COMPILER
     def test_in_the_guards_own_code(self, tmp_path: Path) -> None:
         made, torch_headers = tmp_path / "page_lock_case", Path(torch.__file__).parent / "include"

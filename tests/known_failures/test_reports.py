@@ -227,6 +227,7 @@ def test_layers() -> None:
     assert "as a whole" in check(lambda: OfAll([*kinds, *kinds]), fraction=0.4)
 
 
+@pytest.mark.slow
 def test_layers_that_change_what_they_read() -> None:
     """Layers that never run again."""
     kinds = [Normed, Counts, Scaled, AdaptedExperts]
@@ -286,6 +287,7 @@ class Scaling(Mlp):
         return output
 
 
+@pytest.mark.slow
 def test_layers_that_change_for_the_time_of_their_forward() -> None:
     assert "as a whole" in check(lambda: OfAll([Hooking] * 4), fraction=0.4)
     check(lambda: OfAll([Pushing] * 4), fraction=0.4)
@@ -320,10 +322,12 @@ class Convolutions(nn.Module):
         return hidden  # features: the head is not used
 
 
+@pytest.mark.slow
 def test_skip_connections() -> None:
     check(Convolutions, images, fraction=0.7)
 
 
+@pytest.mark.slow
 def test_frozen_layers() -> None:
     """A frozen prefix and every second layer, whose inputs need no gradient; later a layer changes sides."""
 
@@ -402,6 +406,7 @@ def evaluating(model: nn.Module, _: torch.Tensor, loss: torch.Tensor) -> None:
     model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [clipped, stepping, hooked, sampling, inputs, evaluating])
 def test_loops(way: Callable[[nn.Module, torch.Tensor, torch.Tensor], None]) -> None:
     class Dropping(Mlp):

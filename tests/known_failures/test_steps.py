@@ -81,10 +81,15 @@ class TestForwardsWithoutGradients:
     """
 
     @pytest.mark.parametrize("make", [Layer, Mixed], ids=["plain", "gradients-inside"])
-    @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
     @pytest.mark.parametrize(
-        ("swapped", "ends_in_loss"), [(range(NUM_LAYERS), False), (range(3), True)], ids=["all", "some-before-the-loss"]
-    )
+        "guard", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)],
+        ids=["no_grad", "inference_mode"],
+    )  # fmt: skip
+    @pytest.mark.parametrize(
+        ("swapped", "ends_in_loss"),
+        [pytest.param(range(NUM_LAYERS), False, id="all"),
+         pytest.param(range(3), True, id="some-before-the-loss", marks=pytest.mark.slow)],
+    )  # fmt: skip
     def test_the_next_step_is_the_same(
         self, make: Callable[[], nn.Module], guard: Callable, swapped: range, ends_in_loss: bool
     ) -> None:
@@ -253,7 +258,9 @@ class TestMemoryGrowsOverSteps:
     """
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled")])
+    @pytest.mark.parametrize(
+        "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.nightly)]
+    )
     def test_lora_with_experts_and_packed_samples(self, compiled: bool) -> None:
         torch.manual_seed(1)
         model = Model()

@@ -50,13 +50,14 @@ class TestShorterFirstMicroBatch:
         assert_same_training(plain, run)
         return run
 
+    @pytest.mark.slow
     def test_all_layers(self, trainer: Trainer) -> None:
         plain = trainer.unswapped(UNEQUAL_LENGTHS, program=SCRIPT)
         swapped = self.run(trainer, plain, "--swap-layers all --swap-verify")
         assert swapped.summary["saved_peak_bytes"] < plain.summary["saved_peak_bytes"]
         assert [step["num_late"] for step in swapped.summary["steps"]][1:] == [0, 0]
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_within_a_budget(self, trainer: Trainer) -> None:
         """The plan is made for the longest micro-batch."""
         steps = "--train-iters 10 --lr-decay-iters 10"

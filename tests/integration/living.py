@@ -1,0 +1,44 @@
+"""What a rank does that lives on from run to run: it runs the program, again and again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.swap.common.types import UsageError
+from tests.fuzz.megatron_training import World, run_program
+
+DIGESTS = "digests-{}.json"
+"""The file in a run's directory with the digests of a rank's results: name → digest."""
+
+
+def answering(rank: int, num_ranks: int, port: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that runs the program with the flags of a request.
+
+    Errors are printed as a process of its own prints them. The world goes on behind refusals, which come before the
+    model is built.
+    """
+    world = World(rank, num_ranks, port)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        os.chdir(request["cwd"])
+        try:
+            record = run_program(world, request["argv"])
+        except SystemExit as stop:
+            if isinstance(stop.code, str):
+                print(stop.code)
+            return {"code": int(stop.code) if isinstance(stop.code, int) else 1}
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            return {"code": 1, "is_last": not isinstance(error, UsageError)}
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        Path(DIGESTS.format(rank)).write_text(json.dumps(record.leaves))
+        return {"code": 0}
+
+    return answer
