@@ -38,7 +38,7 @@ def test_equal_to_the_bit(trainer: Trainer, tmp_path: Path, name: str) -> None:
     assert found == dict(row.expected)
     assert summary["num_ranks"] == len(summary["ranks"]) == row.ranks
     assert row.lacks or summary["saved_peak_bytes"] <= row.peak * plain.summary["saved_peak_bytes"]
-    assert summary["num_late"] == 0 or row.budget or row.lacks
+    assert summary["num_late"] == 0 or row.budget or row.lacks or "--swap-prefetch-gib" in row.swap
     if "--swap-recompute" in row.swap:
         assert summary["recomputed_bytes"] > 0
         assert {line.split(": ", 1)[1] for line in summary["recompute_refused"]} <= {row.may_refuse}
@@ -96,14 +96,16 @@ def assert_rescued(run: Run) -> None:
 
 
 def assert_planned(row: Row, run: Run) -> None:
-    """Check that the run planned itself once, to a peak below its budget, and that it keeps to its plan."""
+    """Check that the run planned itself once, to a peak below its budget, and keeps to its plan. Experts, whose sizes
+    change, may hold less."""
     summary, planning = run.summary, run.summary["planning"]
     assert planning["stages"][-1]["stage"] == "stable"
     assert planning["num_replans"] == 0
     predicted_gib, peak_gib = planning["predicted_peak_gib"], summary["saved_peak_bytes"] / GIB / row.ranks
     assert predicted_gib <= planning["budget_gib"]
-    if row.ranks == 1 and "--swap-optimizer" not in row.swap:  # the first steps hold less than the plan
-        assert (1 - PEAK_WITHIN) * predicted_gib <= peak_gib <= predicted_gib * 1.0001
+    assert peak_gib <= predicted_gib * 1.0001 or "--swap-optimizer" in row.swap or row.ranks > 1
+    if row.ranks == 1 and not {"--swap-optimizer", "--num-experts"} & {*row.words.split()}:
+        assert peak_gib >= (1 - PEAK_WITHIN) * predicted_gib
     last = summary["steps"][-1]
     assert last["swapped_out_bytes"] + last["recomputed_bytes"] > 0
 
