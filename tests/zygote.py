@@ -61,6 +61,7 @@ def child(request: dict[str, Any], env: dict[str, str]) -> int:
     os.chdir(request["cwd"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     log_to(request["log"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     sys.argv = [request["program"], *request["argv"]]
     # For a checkpoint in the format torch_dist, Megatron spawns a process that serves a queue. It imports torch again,
     # which takes longer than the run: here it is forked. The commands of pages that save checkpoints spawn it.

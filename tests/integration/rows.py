@@ -45,6 +45,8 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original
 INTERPOLATED = "--rotary-seq-len-interpolation-factor 2"
 PLANNING = "--train-iters 14 --lr-decay-iters 14"
 """Enough steps for a plan."""
+PLANNING_STATE = "--train-iters 16 --lr-decay-iters 16"
+"""Enough steps for a plan with optimizer state."""
 DEEP = "--num-layers 8"
 
 # --------------------------------------------------------------------------------------------------- flags of ours
@@ -90,7 +92,7 @@ class Row:
     """A training run that is compared with the run without swapping.
 
     Attributes:
-        flags: Megatron's, beside those of the tiny model and its four layers.
+        flags: Megatron's, beside those of the tiny model, which has four layers, with a budget eight.
         swap: ours.
         peak: most that autograd holds at once, as a fraction of what it holds without swapping.
         expected: keys of the summary and their values.
@@ -119,9 +121,10 @@ class Row:
     @property
     def training(self) -> str:
         """All flags of the run without swapping."""
-        planning = PLANNING if self.budget and "--train-iters" not in self.flags else ""
+        steps = PLANNING_STATE if "--swap-optimizer" in self.swap else PLANNING
         limit = "--swap-cpu-memory-gib 4" if self.lacks else ""
-        return f"--num-layers 4 {self.flags} {planning} {limit}"
+        shape = f"{DEEP} {steps}" if self.budget else "--num-layers 4"
+        return f"{shape} {self.flags} {limit}"
 
     @property
     def words(self) -> str:
@@ -254,8 +257,8 @@ ROWS: dict[str, Row] = {
     "loss-tp2": Row(TENSOR, f"{ALL} --swap-loss-chunks 1", ranks=2, is_short=True),
     "loss-pp2": Row(f"{PIPELINE} --bf16", f"{ALL} --swap-loss-chunks 1", ranks=2),
     # ----------------------------------------------------------------------------------------------- optimizer state
-    "state": Row("--train-iters 16 --lr-decay-iters 16", "--swap-optimizer 1"),
-    "half-of-the-state": Row(f"{BF16} --train-iters 16 --lr-decay-iters 16", "--swap-optimizer 0.5"),
+    "state": Row(PLANNING_STATE, "--swap-optimizer 1"),
+    "half-of-the-state": Row(f"{BF16} {PLANNING_STATE}", "--swap-optimizer 0.5"),
     "state-of-skipped-steps": Row(SKIPS_STEPS, "--swap-optimizer 1"),
     "state-and-layers": Row(f"{BF16} {DEEP}", f"{ALL} --swap-optimizer 0.7", is_short=True),
     "state-on-disk": Row(f"{BF16} --train-iters 8", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}", is_short=True),

@@ -16,7 +16,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
-from tests.integration.rows import BF16, DISTRIBUTED, ON_DISK, PLANNING
+from tests.integration.rows import BF16, DISTRIBUTED, ON_DISK, PLANNING_STATE
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
 FUSED_ADAM = Path(__file__).with_name("fused_adam_script.py")
@@ -73,7 +73,7 @@ def test_rules_that_are_not_known_are_refused() -> None:
 def test_as_much_is_offloaded_as_the_budget_asks_for(trainer: Trainer, part: float, most: float) -> None:
     """Budgets are fractions of the activations' memory. In the emulation, state that is kept counts too. Between the
     extremes the fraction depends on the machine's copy speed."""
-    flags = f"{BF16} {PLANNING}"
+    flags = f"{BF16} {PLANNING_STATE}"
     budget_gib = part * trainer.unswapped(flags).summary["saved_peak_bytes"] / GIB
     _, run = trainer.pair(flags, f"--swap-optimizer auto --swap-memory-gib {budget_gib} --swap-save-plan plan.json")
     assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
@@ -87,7 +87,7 @@ def test_as_much_is_offloaded_as_the_budget_asks_for(trainer: Trainer, part: flo
 
 def test_state_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
     """The profile has the time of the disk, which is known once state has been read and written."""
-    flags = f"{BF16} {PLANNING}"
+    flags = f"{BF16} {PLANNING_STATE}"
     budget_gib = 1.5 * trainer.unswapped(flags).summary["saved_peak_bytes"] / GIB
     _, run = trainer.pair(flags, f"--swap-optimizer auto --swap-memory-gib {budget_gib} --swap-disk-dir . "
                           "--swap-host-gib 0.04 --swap-save-profile profile.json")  # fmt: skip

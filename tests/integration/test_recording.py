@@ -94,7 +94,7 @@ def test_what_is_saved_outside_the_layers_has_a_name(
     """The sizes follow from the model's shape. Their sum is what was held there, except for the batch's token
     numbers."""
     run = recorded_run(trainer, flags, ranks=ranks)
-    assert_same_training(trainer.unswapped(f"{flags} {STEPS}", ranks=ranks), run)
+    assert_same_training(trainer.unswapped(f"{flags} {STEPS}", ranks=ranks, saved="torch"), run)
     hidden = TOKENS * HIDDEN * bytes_each
     tokens = {"embedding.word_embeddings/0": 8 * TOKENS}
     mask = {"embedding.embedding_dropout/0": hidden} if "dropout" in flags else {}  # on a CPU as wide as its input
