@@ -55,7 +55,12 @@ ALL = "--swap-layers all"
 BOTH = "--swap-recompute norm activation"
 KINDS = "--swap-recompute norm activation rotary linear"
 EVERY_KIND = f"{KINDS} residual"
-ROTARY = f"{ALL} --swap-recompute rotary"
+WINDOW = f"{ALL} --swap-verify --swap-prefetch-gib 0.00001"
+"""A window of one storage."""
+ROTARY = f"{ALL} --swap-recompute rotary --swap-verify"
+AUTO = "--swap-optimizer auto"
+AUTO_AT_ONCE = f"{AUTO} --swap-max-candidates 1"
+"""Fewer steps until a plan is chosen."""
 ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
 """Host memory for the buffers between disk and device alone."""
 
@@ -74,6 +79,7 @@ MIXED = (
     PlanClass("4,6", {ACTIVATION_OUTPUT: SWAP}),
     PlanClass("5", {NORMS[0]: AGAIN}),
 )  # fmt: skip
+OFFLOADED_OF_MIXED = [0, 1, 2, 3, 4, 6]
 WHOLE = (PlanClass("0-7", {}, (LAYER_SECTION,)),)
 """All layers run again whole."""
 EVERY_OTHER = (PlanClass("1,3,5", {}, (LAYER_SECTION,)), PlanClass("0,2,4", {NORMS[0]: AGAIN, FC1_OUTPUT: SWAP}))
@@ -95,11 +101,14 @@ class Row:
         flags: Megatron's, beside those of the tiny model, which has four layers, with a budget eight.
         swap: ours.
         peak: most that autograd holds at once, as a fraction of what it holds without swapping.
+        offloaded: bytes that all ranks offload in the last step, in hidden states.
         expected: keys of the summary and their values.
         plan: the classes of the plan file.
         budget: ``--swap-memory-gib`` as a fraction of what autograd holds without swapping.
         lacks: memory that the device lacks, as a fraction of what autograd holds without swapping.
         may_refuse: a reason for which recomputed sites may be refused.
+        num_inputs: layers that Megatron recomputes and whose inputs are offloaded, at least.
+        least_state: least fraction of the optimizer's state that the plan offloads.
         is_short: the short run has it.
         is_nightly: the nightly run alone has it.
         is_evidence: it counts for docs/reference/support.md.
@@ -109,11 +118,14 @@ class Row:
     swap: str = f"{ALL} --swap-verify"
     ranks: int = 1
     peak: float = 1.0
+    offloaded: float | None = None
     expected: Mapping[str, Any] = field(default_factory=dict)
     plan: tuple[PlanClass, ...] = ()
     budget: float = 0.0
     lacks: float = 0.0
     may_refuse: str = ""
+    num_inputs: int = 0
+    least_state: float = 0.0
     is_short: bool = False
     is_nightly: bool = False
     is_evidence: bool = True
@@ -127,14 +139,26 @@ class Row:
         return f"{shape} {self.flags} {limit}"
 
     @property
+    def hidden_bytes(self) -> int:
+        """Bytes of hidden states as the model computes them."""
+        return HIDDEN_BYTES // 2 if "--bf16" in self.flags or "--fp16" in self.flags else HIDDEN_BYTES
+
+    @property
+    def offloads(self) -> bool:
+        """Whether layers that are named, or sites of the plan, are offloaded."""
+        is_planned = any(SWAP in part.sites.values() for part in self.plan)
+        return is_planned or ("--swap-layers" in self.swap and "--swap-layers none" not in self.swap and not self.lacks)
+
+    @property
     def words(self) -> str:
         """The flags that it is evidence for."""
         more = {"--swap-memory-gib 1": self.budget, "--swap-plan plan.json": self.plan, "--swap-oom-guard": self.lacks}
         return " ".join([self.flags, self.swap, *filter(more.get, more)])
 
 
-def layers(swap: str, *numbers: int) -> Row:
-    return Row(DEEP, f"--swap-layers {swap}", expected={"swapped_layers": list(numbers)})
+def layers(swap: str, *numbers: int, peak: float, offloaded: float) -> Row:
+    more = {"swapped_layers": list(numbers)}
+    return Row(DEEP, f"--swap-layers {swap}", peak=peak, offloaded=offloaded, expected=more)
 
 
 def spared(flags: str, kinds: str, hidden_units: float) -> Row:
@@ -148,76 +172,85 @@ RMS_NORM_ON_CPU = "one of its inputs is not saved, and keeping that input instea
 
 ROWS: dict[str, Row] = {
     # ------------------------------------------------------------------------------------------ all layers offloaded
-    "fp32": Row(DEEP, peak=0.5, is_short=True),
-    "bf16-verify": Row("--bf16", is_short=True),
-    "bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", ALL, peak=0.5, is_short=True),
-    "experts": Row(MOE, is_short=True),
-    "mla": Row(MLA),
-    "mtp": Row("--mtp-num-layers 1"),
-    "fp16": Row("--fp16 --initial-loss-scale 1024"),
-    "llama": Row(LLAMA, is_short=True),
-    "llama-bf16": Row(f"{LLAMA} --bf16 {DEEP}", ALL, peak=0.5),
-    "evaluation": Row(f"{EVALUATION} --train-iters 4"),
-    "four-micro-batches": Row("--global-batch-size 8", ALL, is_short=True),
-    "given-mask": Row("--reset-attention-mask --reset-position-ids --eod-mask-loss"),
+    "fp32": Row(DEEP, is_short=True, peak=0.37, offloaded=220.75),
+    "bf16-verify": Row("--bf16", is_short=True, peak=0.675, offloaded=72.5),
+    "bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", ALL, is_short=True, peak=0.371, offloaded=544),
+    "experts": Row(MOE, is_short=True, peak=0.729),
+    "mla": Row(MLA, peak=0.714, offloaded=85.5),
+    "mtp": Row("--mtp-num-layers 1", peak=0.683, offloaded=72.25),
+    "fp16": Row("--fp16 --initial-loss-scale 1024", peak=0.675, offloaded=72.5),
+    "llama": Row(LLAMA, is_short=True, peak=0.705, offloaded=82.25),
+    "llama-bf16": Row(f"{LLAMA} --bf16 {DEEP}", ALL, peak=0.355, offloaded=301.5),
+    "evaluation": Row(f"{EVALUATION} --train-iters 4", peak=0.708, offloaded=72.25),
+    "four-micro-batches": Row("--global-batch-size 8", ALL, is_short=True, peak=0.708, offloaded=144.5),
+    "given-mask": Row("--reset-attention-mask --reset-position-ids --eod-mask-loss", peak=0.71, offloaded=76.25),
     # ----------------------------------------------------------------------------------------- some layers, a window
-    "some-layers": layers("0,2-4", 0, 2, 3, 4),
-    "every-third": layers("every:3", 0, 3, 6),
-    "a-small-window": layers("3-7 --swap-prefetch-gib 0.00001", 3, 4, 5, 6),  # only the last layer stays
-    "large-storages": layers("all --swap-min-mib 0.1", 0, 1, 2, 3, 4, 5),  # the window is one layer
+    "some-layers": layers("0,2-4", 0, 2, 3, 4, peak=0.609, offloaded=146.5),
+    "every-third": layers("every:3", 0, 3, 6, peak=0.729, offloaded=109.375),
+    # Only the last layer stays.
+    "a-small-window": layers("3-7 --swap-prefetch-gib 0.00001", 3, 4, 5, 6, peak=0.603, offloaded=148.5),
+    # The window is one layer.
+    "large-storages": layers("all --swap-min-mib 0.1", 0, 1, 2, 3, 4, 5, peak=0.704, offloaded=96),
     # The window would reload everything at once. So once the size of a layer is known, nothing is offloaded.
     "a-window-as-wide-as-the-model": Row("", f"{ALL} --swap-prefetch-gib 1", expected={"swapped_out_bytes": 0}),
-    "linear-inputs": Row("", f"{ALL} --swap-modules mlp.linear_fc1 self_attention.linear_qkv"),
-    "core-attention": Row("", f"{ALL} --swap-modules core_attention"),
-    "layer-inputs": Row("", f"{ALL} --swap-modules layer input_layernorm"),
+    "linear-inputs": Row("", f"{ALL} --swap-modules mlp.linear_fc1 self_attention.linear_qkv",
+        peak=0.951, offloaded=8),
+    "core-attention": Row("", f"{ALL} --swap-modules core_attention", peak=0.851, offloaded=24.25),
+    "layer-inputs": Row("", f"{ALL} --swap-modules layer input_layernorm", peak=0.989, offloaded=2),
     # ------------------------------------------------------------------------------------------------- several ranks
-    "dp2-overlap": Row("--bf16 --overlap-grad-reduce --global-batch-size 8", ranks=2),
-    "dp2-distributed-optimizer": Row("--use-distributed-optimizer --bf16", ranks=2, is_short=True),
-    "dp2-overlap-gather": Row(f"{DISTRIBUTED} --bf16", ranks=2),
-    "tp2-dropout": Row(f"{TENSOR} --bf16 {DROPOUT}", ranks=2, is_short=True),
-    "tp2-mlp-chunks": Row(f"{TENSOR} --mlp-chunks-for-training 4", ranks=2),
-    "pp2-mlp-chunks": Row(f"{PIPELINE} --bf16 --mlp-chunks-for-training 4", ranks=2),
-    "pp2-full": Row(f"{PIPELINE} {FULL} uniform", ranks=2),
-    "pp2-mtp": Row(f"{PIPELINE} --mtp-num-layers 1", ranks=2),
-    "pp2-vpp2": Row(INTERLEAVED, ranks=2, is_short=True),
-    "pp2-vpp2-evaluation": Row(f"{INTERLEAVED} --bf16 {EVALUATION}", ranks=2),
-    "ep2": Row(f"{MOE} --expert-model-parallel-size 2", ranks=2),
-    "tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4),
-    "pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4),
-    "ep2-dp2": Row(
-        f"{EXPERTS_DP2} --bf16",
-        f"{ALL} --swap-optimizer 0.5", ranks=4,
-    ),
+    "dp2-overlap": Row("--bf16 --overlap-grad-reduce --global-batch-size 8", ranks=2, peak=0.675, offloaded=145),
+    "dp2-distributed-optimizer": Row("--use-distributed-optimizer --bf16", ranks=2, is_short=True,
+        peak=0.674, offloaded=72.5),
+    "dp2-overlap-gather": Row(f"{DISTRIBUTED} --bf16", ranks=2, peak=0.674, offloaded=72.5),
+    "tp2-dropout": Row(f"{TENSOR} --bf16 {DROPOUT}", ranks=2, is_short=True, peak=0.722, offloaded=204),
+    "tp2-mlp-chunks": Row(f"{TENSOR} --mlp-chunks-for-training 4", ranks=2, peak=0.712, offloaded=88),
+    "pp2-mlp-chunks": Row(f"{PIPELINE} --bf16 --mlp-chunks-for-training 4", ranks=2, peak=0.392, offloaded=439),
+    "pp2-full": Row(f"{PIPELINE} {FULL} uniform", ranks=2, peak=0.912, offloaded=16.125),
+    "pp2-mtp": Row(f"{PIPELINE} --mtp-num-layers 1", ranks=2, peak=0.526, offloaded=437.5),
+    "pp2-vpp2": Row(INTERLEAVED, ranks=2, is_short=True, peak=0.35, offloaded=437.5),
+    "pp2-vpp2-evaluation": Row(f"{INTERLEAVED} --bf16 {EVALUATION}", ranks=2, peak=0.351, offloaded=439),
+    "ep2": Row(f"{MOE} --expert-model-parallel-size 2", ranks=2, peak=0.737),
+    "tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.405, offloaded=536),
+    "pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4,
+        peak=0.411, offloaded=497.5),
+    "ep2-dp2": Row(f"{EXPERTS_DP2} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.723),
     # ------------------------------------------------------------------------------------- Megatron's recomputation
-    "full": Row(f"{FULL} uniform --bf16 {DROPOUT}", f"{ALL} --swap-prefetch-gib 0.00001", is_short=True),
-    "full-four": Row(f"{FULL} uniform --recompute-num-layers 4 --num-layers 16", f"{ALL} --swap-prefetch-gib 0.00001"),
-    "full-experts": Row(f"{FULL} uniform {MOE}", f"{ALL} --swap-prefetch-gib 0.00001"),
-    "block": Row(f"{FULL} block --recompute-num-layers 4 {DEEP}", ALL),
+    "full": Row(f"{FULL} uniform --bf16 {DROPOUT}", WINDOW, num_inputs=2, is_short=True, peak=0.617, offloaded=4.5),
+    "full-four": Row(f"{FULL} uniform --recompute-num-layers 4 --num-layers 16", WINDOW, num_inputs=1,
+        peak=0.806, offloaded=4.25),
+    "full-experts": Row(f"{FULL} uniform {MOE}", WINDOW, num_inputs=2, peak=0.806),
+    "block": Row(f"{FULL} block --recompute-num-layers 4 {DEEP}", ALL, peak=0.687, offloaded=78.5),
     "block-and-sites": Row(
         f"{FULL} block --recompute-num-layers 4 {DEEP}", f"{ALL} {BOTH}",
-        expected={"recomputed_bytes": 2 * 4 * 6 * HIDDEN_BYTES},
-    ),
+        expected={"recomputed_bytes": 2 * 4 * 6 * HIDDEN_BYTES}, peak=0.522, offloaded=54.5),
     # Others need TransformerEngine (layernorm) or grouped matrix products on a GPU (moe_act). The local spec's mlp
     # with biases recurses without end upstream: its bias leaves the checkpointed function as it came.
-    "selective-attention": Row(f"{SELECTIVE} core_attn {DROPOUT}", ALL, is_short=True),
-    "selective-mlp": Row(f"{SELECTIVE} mlp core_attn --disable-bias-linear --bf16", ALL),
-    "selective-experts": Row(f"{SELECTIVE} moe {MOE}", ALL),
-    "selective-shared-experts": Row(f"{SELECTIVE} shared_experts {MOE} --moe-shared-expert-intermediate-size 64", ALL),
-    "selective-mla": Row(f"{SELECTIVE} mla_up_proj {MLA}", ALL),
+    "selective-attention": Row(f"{SELECTIVE} core_attn {DROPOUT}", ALL, is_short=True, peak=0.715, offloaded=80),
+    "selective-mlp": Row(f"{SELECTIVE} mlp core_attn --disable-bias-linear --bf16", ALL, peak=0.627, offloaded=40),
+    "selective-experts": Row(f"{SELECTIVE} moe {MOE}", ALL, peak=0.68),
+    "selective-shared-experts": Row(f"{SELECTIVE} shared_experts {MOE} --moe-shared-expert-intermediate-size 64", ALL,
+        peak=0.729),
+    "selective-mla": Row(f"{SELECTIVE} mla_up_proj {MLA}", ALL, peak=0.732, offloaded=78),
     # ------------------------------------------------------------------------------------------------- our own sites
-    "sites": Row("", f"{ALL} {EVERY_KIND}"),
-    "sites-bf16-dropout": Row(f"--bf16 {DROPOUT} {WITH_FUSION}", f"{ALL} {KINDS} --swap-verify"),
-    "sites-gelu": Row(WITH_FUSION, f"{ALL} {BOTH}"),
-    "sites-llama": Row(f"{FUSED_LLAMA} {DEEP}", f"{ALL} {EVERY_KIND} --swap-verify", is_short=True),
-    "sites-llama-bf16": Row(f"{FUSED_LLAMA} --bf16", f"{ALL} {BOTH}", ranks=2, may_refuse=RMS_NORM_ON_CPU),
-    "sites-half-rotary": Row(f"{NO_BIAS} --rotary-percent 0.5 --rotary-interleaved", f"--swap-layers 0-1 {EVERY_KIND}"),
-    "sites-qk-layernorm": Row("--qk-layernorm", f"{ALL} {EVERY_KIND}"),
-    "sites-experts": Row(MOE, f"{ALL} {EVERY_KIND}"),
-    "sites-mla": Row(MLA, f"{ALL} {EVERY_KIND}"),
-    "sites-mlp-chunks": Row(f"{FUSED_LLAMA} --mlp-chunks-for-training 3", f"{ALL} {BOTH}"),
-    "sites-tp2": Row(f"{NO_BIAS} {TENSOR}", f"{ALL} {KINDS} --swap-verify", ranks=2),
-    "sites-pp2": Row(f"{NO_BIAS} {PIPELINE}", f"--swap-layers 0-5 {EVERY_KIND}", ranks=2),
-    "sites-selective": Row(f"{SELECTIVE} core_attn", f"{ALL} {EVERY_KIND}"),
+    "sites": Row("", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.313, offloaded=24.25),
+    "sites-bf16-dropout": Row(f"--bf16 {DROPOUT} {WITH_FUSION}", f"{ALL} {KINDS} --swap-verify",
+        peak=0.605, offloaded=140),
+    "sites-gelu": Row(WITH_FUSION, f"{ALL} {BOTH} --swap-verify", peak=0.534, offloaded=48.25),
+    "sites-llama": Row(f"{FUSED_LLAMA} {DEEP}", f"{ALL} {EVERY_KIND} --swap-verify", is_short=True,
+        peak=0.162, offloaded=52.75),
+    "sites-llama-bf16": Row(f"{FUSED_LLAMA} --bf16", f"{ALL} {BOTH} --swap-verify", ranks=2, may_refuse=RMS_NORM_ON_CPU,
+        peak=0.611, offloaded=76.5),
+    "sites-half-rotary": Row(f"{NO_BIAS} --rotary-percent 0.5 --rotary-interleaved",
+        f"--swap-layers 0-1 {EVERY_KIND} --swap-verify", peak=0.214, offloaded=7.25),
+    "sites-qk-layernorm": Row("--qk-layernorm", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.318, offloaded=25.25),
+    "sites-experts": Row(MOE, f"{ALL} {EVERY_KIND} --swap-verify", peak=0.419),
+    "sites-mla": Row(MLA, f"{ALL} {EVERY_KIND} --swap-verify", peak=0.533, offloaded=57.5),
+    "sites-mlp-chunks": Row(f"{FUSED_LLAMA} --mlp-chunks-for-training 3", f"{ALL} {BOTH} --swap-verify",
+        peak=0.544, offloaded=50.25),
+    "sites-tp2": Row(f"{NO_BIAS} {TENSOR}", f"{ALL} {KINDS} --swap-verify", ranks=2, peak=0.314, offloaded=20),
+    "sites-pp2": Row(f"{NO_BIAS} {PIPELINE}", f"--swap-layers 0-5 {EVERY_KIND} --swap-verify", ranks=2,
+        peak=0.139, offloaded=53.5),
+    "sites-selective": Row(f"{SELECTIVE} core_attn", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.311, offloaded=24),
     "spared-norm": spared("", "norm", 2),
     "spared-activation": spared("", "activation", 4),
     "spared-gelu": spared(WITH_FUSION, "norm activation", 6),
@@ -231,38 +264,46 @@ ROWS: dict[str, Row] = {
     "spared-all": spared(NO_BIAS, "norm activation rotary residual linear", 2 + 2 + 2 + 1 + 3 + 4),
     # ------------------------------------------------------------------------------------------------------- plans
     "plan": Row(f"--bf16 {DROPOUT} {DEEP}", "--swap-verify", plan=MIXED, is_short=True,
-                expected={"swapped_layers": [0, 1, 2, 3, 4, 6]}),
-    "plan-llama": Row(f"{FUSED_LLAMA} {DEEP}", "", plan=MIXED),
-    "plan-tp2": Row(f"{TENSOR} {DEEP}", "", plan=MIXED, ranks=2),
-    "plan-pp2": Row(PIPELINE, "", plan=MIXED, ranks=2),
-    "plan-experts": Row(f"{MOE} {DEEP}", "", plan=(PlanClass("0-7", {FC1_OUTPUT: KEEP, NORMS[0]: AGAIN,
-                                                   "self_attention.core_attention/0": SWAP}),)),
-    "whole": Row(DEEP, "", plan=WHOLE, peak=0.5, expected={"swapped_out_bytes": 0}, is_short=True),
-    "whole-bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", "", plan=WHOLE, peak=0.5),
-    "whole-tp2": Row(f"{TENSOR} {DROPOUT} {DEEP}", "", plan=WHOLE, ranks=2, peak=0.5),
-    "whole-pp2": Row(f"{PIPELINE} {DROPOUT}", "", plan=EVERY_OTHER, ranks=2),
+        peak=0.839, offloaded=64),
+    "plan-llama": Row(f"{FUSED_LLAMA} {DEEP}", "--swap-verify", plan=MIXED, peak=0.716, offloaded=48),
+    "plan-tp2": Row(f"{TENSOR} {DEEP}", "--swap-verify", plan=MIXED, ranks=2, peak=0.681, offloaded=56),
+    "plan-pp2": Row(PIPELINE, "--swap-verify", plan=MIXED, ranks=2, peak=0.545, offloaded=112),
+    "plan-experts": Row(f"{MOE} {DEEP}", "--swap-verify", plan=(PlanClass("0-7", {FC1_OUTPUT: KEEP, NORMS[0]: AGAIN,
+                                                   "self_attention.core_attention/0": SWAP}),), peak=0.955),
+    "whole": Row(DEEP, "", plan=WHOLE, is_short=True, peak=0.092),
+    "whole-bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", "", plan=WHOLE, peak=0.042),
+    "whole-tp2": Row(f"{TENSOR} {DROPOUT} {DEEP}", "", plan=WHOLE, ranks=2, peak=0.082),
+    "whole-pp2": Row(f"{PIPELINE} {DROPOUT}", "--swap-verify", plan=EVERY_OTHER, ranks=2, peak=0.486, offloaded=48),
     # Scores of three experts are summed in the order of ``topk``, which Megatron lets sort with gradients alone.
-    "whole-experts": Row(f"{MOE} --moe-router-topk 3 {DEEP}", "", plan=WHOLE, peak=0.5),
-    "whole-every-other": Row(f"{FUSED_LLAMA} {DEEP}", "--swap-verify", plan=EVERY_OTHER),
+    "whole-experts": Row(f"{MOE} --moe-router-topk 3 {DEEP}", "", plan=WHOLE, peak=0.036),
+    "whole-every-other": Row(f"{FUSED_LLAMA} {DEEP}", "--swap-verify", plan=EVERY_OTHER, peak=0.561, offloaded=24),
     # --------------------------------------------------- rotary positions: each scaling beside each other flag's values
-    "rope-scaled-base-grouped": Row(f"--use-rope-scaling --rotary-base 500000 {GROUPED}", ROTARY),
-    "rope-scaled-half": Row("--use-rope-scaling --rotary-percent 0.5 --rotary-interleaved", ROTARY),
-    "yarn-base": Row(f"{YARN} --rotary-base 500000", ROTARY),  # Megatron refuses it interleaved
-    "yarn-half-grouped": Row(f"{YARN} --mscale 0.7 --rotary-percent 0.5 {GROUPED}", ROTARY),
-    "interpolated-base": Row(f"{INTERPOLATED} --rotary-base 500000 --rotary-percent 0.5", ROTARY),
-    "interpolated-grouped": Row(f"{INTERPOLATED} --rotary-interleaved {GROUPED}", ROTARY),
+    "rope-scaled-base-grouped": Row(f"--use-rope-scaling --rotary-base 500000 {GROUPED}", ROTARY,
+        peak=0.646, offloaded=60.25),
+    "rope-scaled-half": Row("--use-rope-scaling --rotary-percent 0.5 --rotary-interleaved", ROTARY,
+        peak=0.633, offloaded=63.25),
+    # Megatron refuses it interleaved.
+    "yarn-base": Row(f"{YARN} --rotary-base 500000", ROTARY, peak=0.635, offloaded=64.25),
+    "yarn-half-grouped": Row(f"{YARN} --mscale 0.7 --rotary-percent 0.5 {GROUPED}", ROTARY,
+        peak=0.646, offloaded=60.25),
+    "interpolated-base": Row(f"{INTERPOLATED} --rotary-base 500000 --rotary-percent 0.5", ROTARY,
+        peak=0.633, offloaded=63.25),
+    "interpolated-grouped": Row(f"{INTERPOLATED} --rotary-interleaved {GROUPED}", ROTARY,
+        peak=0.646, offloaded=60.25),
     # --------------------------------------------------------------------------------------------- the loss in a chunk
-    "loss-untied": Row(f"--bf16 --untie-embeddings-and-output-weights {MASKED}", f"{ALL} --swap-loss-chunks 1"),
-    "loss-mtp": Row("--mtp-num-layers 1", f"{ALL} --swap-loss-chunks 1"),
-    "loss-tp2": Row(TENSOR, f"{ALL} --swap-loss-chunks 1", ranks=2, is_short=True),
-    "loss-pp2": Row(f"{PIPELINE} --bf16", f"{ALL} --swap-loss-chunks 1", ranks=2),
+    "loss-untied": Row(f"--bf16 --untie-embeddings-and-output-weights {MASKED}", f"{ALL} --swap-loss-chunks 1",
+        peak=0.675, offloaded=72.5),
+    "loss-mtp": Row("--mtp-num-layers 1", f"{ALL} --swap-loss-chunks 1", peak=0.684, offloaded=72.25),
+    "loss-tp2": Row(TENSOR, f"{ALL} --swap-loss-chunks 1", ranks=2, is_short=True, peak=0.714, offloaded=88),
+    "loss-pp2": Row(f"{PIPELINE} --bf16", f"{ALL} --swap-loss-chunks 1", ranks=2, peak=0.392, offloaded=439),
     # ----------------------------------------------------------------------------------------------- optimizer state
     "state": Row(PLANNING_STATE, "--swap-optimizer 1"),
     "half-of-the-state": Row(f"{BF16} {PLANNING_STATE}", "--swap-optimizer 0.5"),
     "state-of-skipped-steps": Row(SKIPS_STEPS, "--swap-optimizer 1"),
-    "state-and-layers": Row(f"{BF16} {DEEP}", f"{ALL} --swap-optimizer 0.7", is_short=True),
-    "state-on-disk": Row(f"{BF16} --train-iters 8", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}", is_short=True),
-    "state-on-disk-dp2": Row(f"{BF16} {DISTRIBUTED} --train-iters 8", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}",
+    "state-and-layers": Row(f"{BF16} {DEEP}", f"{ALL} --swap-optimizer 0.7", is_short=True,
+        peak=0.362, offloaded=245.5),
+    "state-on-disk": Row(f"{BF16} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}", is_short=True),
+    "state-on-disk-dp2": Row(f"{BF16} {DISTRIBUTED} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}",
                              ranks=2),
     **{f"state-of-{name}": Row(f"{BF16} --optimizer {name}", "--swap-optimizer 1", is_short=name == "muon")
        for name in ("sgd", "lion", "muon", "soap")},
@@ -270,9 +311,9 @@ ROWS: dict[str, Row] = {
     "state-of-muon-tp2": Row(f"{BF16} --optimizer muon {TENSOR}", "--swap-optimizer 1", ranks=2),
     "state-of-muon-dp2": Row(f"{BF16} --optimizer muon {DISTRIBUTED}", "--swap-optimizer 1", ranks=2),
     "state-of-dist-muon": Row(f"{BF16} --optimizer dist_muon", "--swap-optimizer 1", ranks=2),
-    "state-dp2": Row(BF16, "--swap-optimizer 1", ranks=2),
-    "state-dp2-distributed": Row(f"{BF16} {DISTRIBUTED}", "--swap-optimizer 1", ranks=2),
-    "state-dp2-distributed-fp32": Row(DISTRIBUTED, "--swap-optimizer 1", ranks=2),
+    "state-dp2": Row(f"{BF16} {PLANNING_STATE}", "--swap-optimizer 1", ranks=2),
+    "state-dp2-distributed": Row(f"{BF16} {DISTRIBUTED} {PLANNING_STATE}", "--swap-optimizer 1", ranks=2),
+    "state-dp2-distributed-fp32": Row(f"{DISTRIBUTED} {PLANNING_STATE}", "--swap-optimizer 1", ranks=2),
     # ------------------------------------------------------------------------------------------------------- budgets
     "budget": Row("", "", budget=0.8),
     "budget-bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", "", budget=0.6),
@@ -292,15 +333,14 @@ ROWS: dict[str, Row] = {
     **{f"budget-{layout}": Row(f"{PIPELINE} --pipeline-model-parallel-layout '{layout}' {more}", "", budget=0.7,
                                ranks=2, is_nightly="8" in layout and not more)
        for layout, more in (("Et*8|L", ""), ("E|t*8L", ""), ("Et*8|mL", "--mtp-num-layers 1"), ("Et*3|t*3|t*2|L", ""))},
-    "budget-and-state": Row(BF16, "--swap-optimizer auto", budget=0.3),
-    "budget-and-state-dp2": Row(f"{BF16} {DISTRIBUTED}", "--swap-optimizer auto", budget=0.3, ranks=2),
-    "budget-tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", "--swap-optimizer auto", budget=0.45, ranks=4),
-    "budget-pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", "--swap-optimizer auto",
+    "budget-and-state": Row(BF16, AUTO, budget=0.3, least_state=0.5),
+    "budget-and-state-dp2": Row(f"{BF16} {DISTRIBUTED}", AUTO, budget=0.3, least_state=0.5, ranks=2),
+    "budget-tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", AUTO_AT_ONCE, budget=0.45, ranks=4),
+    "budget-pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", AUTO_AT_ONCE,
                            budget=0.225, ranks=4, is_nightly=True),
-    "budget-ep2-dp2": Row(f"{EXPERTS_DP2} --bf16",
-                          "--swap-optimizer auto", budget=0.225, ranks=4, is_nightly=True),
+    "budget-ep2-dp2": Row(f"{EXPERTS_DP2} --bf16", AUTO_AT_ONCE, budget=0.225, ranks=4, is_nightly=True),
     # ----------------------------------------------------------------------------------------------------- the guard
-    "guard": Row("", "--swap-layers none --swap-verify", lacks=0.5),
+    "guard": Row("", "--swap-layers none --swap-verify --swap-save-plan plan.json", lacks=0.5),
     "guard-bf16-dropout": Row(f"--bf16 {DROPOUT}", "--swap-layers none", lacks=0.5),
     "guard-llama": Row(LLAMA, "--swap-layers 1-2 --swap-recompute norm", lacks=0.5, is_short=True),
     "guard-experts": Row(MOE, "--swap-layers none", lacks=0.5),
