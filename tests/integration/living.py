@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.swap.common.types import UsageError
+from megatron.swap.run import run_device
 from tests.fuzz.megatron_training import World, run_program
+from tests.integration.watched_device import WatchedDevice
 
 DIGESTS = "digests-{}.json"
 """The file in a run's directory with the digests of a rank's results: name → digest."""
@@ -23,9 +25,12 @@ def answering(rank: int, num_ranks: int, port: int) -> Callable[[dict[str, Any]]
     model is built.
     """
     world = World(rank, num_ranks, port)
+    run_device.EmulatedDevice = WatchedDevice  # type: ignore[misc]
+    print_error = sys.excepthook
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         os.chdir(request["cwd"])
+        sys.excepthook = print_error  # each process group wraps it once more
         try:
             record = run_program(world, request["argv"])
         except SystemExit as stop:
