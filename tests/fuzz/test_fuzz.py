@@ -13,7 +13,7 @@ from tests.fuzz.pool import BAD, Pool
 from tests.fuzz.records import Record, difference
 from tests.fuzz.report import counts
 from tests.integration.harness import Zygote
-from tests.sizes import sized
+from tests.sizes import IS_SHORT, sized
 
 TIMEOUT_S = 100.0
 
@@ -21,11 +21,13 @@ TIMEOUT_S = 100.0
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "num_cases", "least"),
     [
-        ("megatron", 1, sized(10, 2, 32), {"reloaded activations": 0.5, "recomputed activations": 0.2}),
+        ("megatron", 1, sized(10, 2, 32), {"reloaded activations": 0.5, "recomputed activations": 0.2,
+                                           "had optimizer state in host memory": 0.1}),
         ("megatron", 2, sized(2, 1, 8), {"reloaded activations": 0.3}),
-        ("modules", 1, sized(40, 12, 160), {"reloaded activations": 0.8, "copied and kept": 0.3}),
+        ("modules", 1, sized(40, 12, 160), {"reloaded activations": 0.8, "copied and kept": 0.3,
+                                              "reloaded late": 0.1}),
     ],
-)
+)  # fmt: skip
 def test_random_models_are_equal_to_the_bit(
     zygote: Zygote, kind: str, num_ranks: int, num_cases: int, least: dict[str, float]
 ) -> None:
@@ -37,7 +39,8 @@ def test_random_models_are_equal_to_the_bit(
     found = counts(rows)
     assert found["outcomes"]["equal"] > 0.6 * num_cases, found
     for what, fraction in least.items():
-        assert found["did"].get(what, 0) >= int(fraction * found["outcomes"]["equal"]), found
+        num_least = fraction * found["outcomes"]["equal"]
+        assert found["did"].get(what, 0) >= (int(num_least) if IS_SHORT else num_least), found
 
 
 def test_layers_that_are_no_pure_functions_are_equal_or_end_the_run(zygote: Zygote) -> None:

@@ -67,7 +67,7 @@ def test_the_comparison_of_checkpoints_sees_a_small_difference(trainer: Trainer)
 
 @pytest.mark.parametrize(
     ("flags", "swap", "host_gib"),
-    [("", "--swap-verify", 0.0073), ("", "--swap-optimizer 1", 0.0195)],
+    [pytest.param("", "--swap-verify", 0.0073, marks=pytest.mark.short), ("", "--swap-optimizer 1", 0.0195)],
 )
 def test_activations_on_disk_where_host_memory_is_short(
     trainer: Trainer, flags: str, swap: str, host_gib: float
