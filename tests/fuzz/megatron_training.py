@@ -195,8 +195,8 @@ def _trainer(world: World, trained: Trained) -> Iterator[list[SwapSession]]:
         try:
             yield sessions
         finally:
-            for session in sessions:
-                session.close()
+            while sessions:  # the cache of hashed functions holds the list, and a session its model
+                sessions.pop().close()
 
 
 def _provider(args: Any, data: Data) -> Callable[..., Any]:
