@@ -12,12 +12,44 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from megatron.swap.common.types import UsageError
 from megatron.swap.engine.recomputed_run import RunChecks
+
+
+def params_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters that ``optimizer`` steps: none if it is not torch's."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def check_optimizer(
+    optimizer: Any, modules: Iterable[nn.Module], stepped: Callable[[Any], list[torch.Tensor]] = params_of
+) -> None:
+    """Raise a ``UsageError`` unless ``optimizer`` is None or steps parameters of ``modules``, if ``stepped`` tells."""
+    if optimizer is None:
+        return
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    mine = {id(param) for module in modules for param in module.parameters()}
+    if kind is optimizer:
+        wrong = "is a class"
+    elif any("Scheduler" in base.__name__ for base in kind.__mro__):
+        wrong = "schedules learning rates"
+    elif not callable(getattr(optimizer, "step", None)):
+        wrong = "has no step"
+    elif (params := stepped(optimizer)) and not any(id(param) in mine for param in params):
+        wrong = f"steps {len(params)} parameters, and none of them is this model's"
+    else:
+        return
+    raise UsageError(
+        f"optimizer: {kind.__name__} {wrong}. Pass the optimizer that was made for this model, Megatron's or torch's; "
+        "or leave it out: a step then ends when any optimizer of the model's parameters has stepped."
+    )
 
 
 def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Iterable[nn.Module]) -> bool:
     """Whether ``optimizer`` steps parameters of these chunks, or Megatron's main copies of them."""
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    params = set(map(id, params_of(optimizer)))
     mine = (param for chunk in chunks for param in chunk.parameters())
     return any(id(param) in params or id(getattr(param, "main_param", None)) in params for param in mine)
 
@@ -46,10 +78,17 @@ def read_checks(checks: RunChecks, chunks: Iterable[nn.Module]) -> Callable[[], 
     handles.append(register_optimizer_step_pre_hook(steps))
 
     def end() -> None:
-        for handle in handles:
-            handle.remove()
+        while handles:
+            handles.pop().remove()
 
+    for dead in [one for one in _reading if one() is None]:  # dropped without an end
+        _reading.pop(dead)()
+    _reading[of] = end
     return end
+
+
+# Ends of `read_checks`. No finalizer calls them: PyTorch may be walking its hooks.
+_reading: dict[weakref.ref[RunChecks], Callable[[], None]] = {}
 
 
 _watching: weakref.WeakSet[TrainingSteps] = weakref.WeakSet()
@@ -98,6 +137,7 @@ class TrainingSteps:
 
     def _stop_watching(self) -> None:
         _watching.discard(self)
+        self._chunks = []
         while _hooks and not _watching:
             _hooks.pop().remove()
 

@@ -26,17 +26,19 @@ def override_method(module: nn.Module, name: str, function: Callable[..., Any]) 
 
     The previous method is the class's, or a method that another library has set on the instance.
     """
-    own, override = vars(module).get(name), _Override(function, getattr(module, name))
+    override = _Override(function, getattr(module, name), vars(module).get(name))
     setattr(module, name, override)
 
-    # A wrapper that other code has put around ours since stays.
+    # A wrapper that other code has put around ours since stays: ours passes calls on.
     def restore() -> None:
         override.is_on = False
-        if vars(module).get(name) is not override:
-            return  # somebody has wrapped it since: it passes calls on
-        delattr(module, name)
-        if own is not None:
-            setattr(module, name, own)
+        outermost = found = vars(module).get(name)
+        while isinstance(found, _Override) and not found.is_on:  # ours, and those below that ended before
+            found = found.own
+        if found is not outermost:
+            delattr(module, name)
+            if found is not None:
+                setattr(module, name, found)
 
     return restore
 
@@ -72,7 +74,8 @@ class BoundsLayer(NotCopied):
 class _Override:
     """Calls ``function``, or ``inner`` once it is off. A function in its place would be copied with the model."""
 
-    def __init__(self, function: Callable[..., Any], inner: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], inner: Callable[..., Any], own: Any) -> None:
+        self.own = own  # the attribute of the module that it replaces; None if there was none
         self.function = function
         self.inner = self.__wrapped__ = inner  # whoever asks for the signature gets that of ``inner``
         self.is_on = True

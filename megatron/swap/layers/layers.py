@@ -46,13 +46,18 @@ class Layers:
         Raises a ``UsageError`` if the policy lets a layer run again that must not.
         """
         policy, chunk = self._policy, list[Boundary]()
-        for spec in specs:
-            is_made = policy.recomputes_layer(spec.number) and not policy.recomputes_whole(spec.number)
-            hooked = policy.swaps_layer(spec.number) or is_made or self._saved_tensors.manager.guard.is_on
-            chunk.append(self._boundary(spec, hooked))
-        self.boundaries += chunk
         self._chunks.append((chunk, ends_in_loss))
-        self._plan_runs()
+        try:
+            for spec in specs:
+                is_made = policy.recomputes_layer(spec.number) and not policy.recomputes_whole(spec.number)
+                hooked = policy.swaps_layer(spec.number) or is_made or self._saved_tensors.manager.guard.is_on
+                boundary = self._boundary(spec, hooked)
+                chunk.append(boundary)
+                self.boundaries.append(boundary)
+            self._plan_runs()
+        except BaseException:
+            Layers.remove(self)
+            raise
 
     def _boundary(self, spec: LayerSpec, hooked: bool) -> Boundary:
         return Boundary(spec, self._saved_tensors, self, hooked=hooked)
@@ -137,7 +142,7 @@ class Layers:
 
     def remove(self) -> None:
         """Give all layers back their own forward."""
-        for boundary in self.boundaries:
+        for boundary in reversed(self.boundaries):
             boundary.remove()
         for names in self._names.values():
             names.remove()

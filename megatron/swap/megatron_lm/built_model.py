@@ -17,7 +17,7 @@ from torch import nn
 from megatron.swap.common.types import UsageError
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.layer import check_stacks
-from megatron.swap.megatron_lm.optimizer_adapter import stepped_params, unchained
+from megatron.swap.megatron_lm.optimizer_adapter import unchained
 
 # Attributes of Megatron's `TransformerConfig` with the names of flags. Older versions lack some.
 SAME_NAME = (
@@ -68,30 +68,10 @@ def unwrapped(model: nn.Module | Iterable[nn.Module]) -> tuple[list[nn.Module], 
                 f"install: {type(chunk).__name__} has no TransformerBlock of Megatron, so there are no layers to swap. "
                 "Models of other frameworks, and layers outside such a block: swap.activations(model, layers)."
             )
+        if any(chunk is other for other in inner):
+            raise UsageError("install: one model chunk is given twice. Pass each chunk of this rank once.")
         inner.append(chunk)
     return inner, is_data_parallel
-
-
-def check_optimizer(optimizer: Any, chunks: Sequence[nn.Module]) -> None:
-    """Raise a ``UsageError`` unless ``optimizer`` steps parameters of these chunks, or is None."""
-    if optimizer is None:
-        return
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    mine = {id(param) for chunk in chunks for param in chunk.parameters()}
-    if kind is optimizer:
-        wrong = "is a class"
-    elif any("Scheduler" in base.__name__ for base in kind.__mro__):
-        wrong = "schedules learning rates"
-    elif not callable(getattr(optimizer, "step", None)):
-        wrong = "has no step"
-    elif (stepped := stepped_params(optimizer)) and not any(id(param) in mine for param in stepped):
-        wrong = f"steps {len(stepped)} parameters, and none of them is this model's"
-    else:
-        return
-    raise UsageError(
-        f"optimizer: {kind.__name__} {wrong}. Pass the optimizer that was made for this model, Megatron's or torch's; "
-        "or leave it out: a step then ends when any optimizer of the model's parameters has stepped."
-    )
 
 
 def facts_of(chunks: Sequence[nn.Module], optimizer: Any) -> MegatronFacts:

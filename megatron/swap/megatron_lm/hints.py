@@ -14,7 +14,7 @@ from megatron.swap.common.plan import Infeasible, Model, check_model
 from megatron.swap.common.settings import Settings
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.build import Engine
-from megatron.swap.engine.policy import Policy, policy_of
+from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.wrapper_tensors import WrapperRules
 from megatron.swap.forecast.facts import MegatronFacts, has_sum_in_loss, model_of
@@ -93,9 +93,6 @@ class MegatronHints(ModelHints):
 
     def kinds(self, settings: Settings) -> tuple[str, ...]:
         return recompute_kinds(self.facts, settings)
-
-    def policy(self, settings: Settings) -> Policy:
-        return policy_of(settings, self.num_layers)
 
     def least_host_bytes(self, settings: Settings) -> int:
         return least_host_bytes(settings, self.facts)

@@ -24,6 +24,7 @@ from megatron.core.optimizer.optimizer import (
     MixedPrecisionOptimizer,
 )
 
+from megatron.swap.autotune.training_steps import params_of
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm import scaled_state
 from megatron.swap.megatron_lm.quantized_params import (
@@ -284,7 +285,7 @@ def unchained(optimizer: Any) -> Iterator[Any]:
 def stepped_params(optimizer: Any) -> list[torch.Tensor]:
     """Return the model's parameters that ``optimizer`` steps: none if its class does not tell."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return [param for group in optimizer.param_groups for param in group["params"]]
+        return params_of(optimizer)
     found: list[torch.Tensor] = []
     for one in unchained(optimizer) if isinstance(optimizer, MegatronOptimizer) else ():
         if isinstance(one, DistributedOptimizer):

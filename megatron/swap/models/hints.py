@@ -13,7 +13,7 @@ from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import LINEAR, OPERATOR
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.build import Engine
-from megatron.swap.engine.policy import Policy, policy_of
+from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.wrapper_tensors import WrapperRules
 from megatron.swap.layers.layers import Layers
 from megatron.swap.layers.learned import LearnedLayers
@@ -33,7 +33,6 @@ class ModelHints:
     Args:
         model: the whole model; ``None``: it is not known, so nothing is planned and steps are not counted.
         layers: its layers, each once, in the order of forward.
-        policy: decides about the layers; ``None``: the settings do.
         autocast_cache: as in ``LayerSpec``.
 
     Attributes:
@@ -59,13 +58,12 @@ class ModelHints:
         self,
         model: nn.Module | None,
         layers: Sequence[nn.Module],
-        policy: Policy | None = None,
         *,
         autocast_cache: bool = True,
     ) -> None:
         self.chunks: list[nn.Module] = [] if model is None else [model]
         self._layers = tuple(layers)
-        self._policy = policy
+        self._num_layers = len(self._layers)  # when the run is over, too
         self._autocast_cache = autocast_cache
         self._learned: LearnedLayers | None = None
 
@@ -79,7 +77,7 @@ class ModelHints:
     @property
     def num_layers(self) -> int:
         """Number of layers of the whole model, over all ranks."""
-        return len(self._layers)
+        return self._num_layers
 
     def describe(self) -> Model:
         """Return the model as plan files describe it, as far as it is known now."""
@@ -89,10 +87,6 @@ class ModelHints:
     def kinds(self, settings: Settings) -> tuple[str, ...]:
         """Return the kinds of producers whose outputs may be recomputed."""
         return (OPERATOR, LINEAR) if settings.auto else ()
-
-    def policy(self, settings: Settings) -> Policy:
-        """Return the policy of a run without a planner."""
-        return self._policy or policy_of(settings, self.num_layers)
 
     def least_host_bytes(self, settings: Settings) -> int:
         """Return a lower bound of the bytes that this rank offloads at once; 0: it is not known."""
@@ -123,7 +117,7 @@ class ModelHints:
         Raises:
             UsageError: the model cannot be swapped with these settings.
         """
-        for chunk in chunks:
+        for chunk in chunks if settings.auto else ():
             yield from take_over(chunk)
 
     def bound(
@@ -154,7 +148,7 @@ class ModelHints:
 
     def forget_model(self) -> None:
         """Hold the model no longer: the run is over."""
-        self.chunks, self._learned = [], None
+        self.chunks, self._layers, self._learned = [], (), None
 
     def pipeline_rank(self) -> int:
         """Return this rank's stage of the pipeline."""

@@ -9,6 +9,7 @@ import torch
 
 from megatron.swap.common.log import logger
 from megatron.swap.common.spelling import Spelling
+from megatron.swap.common.types import UsageError
 
 
 class Console:
@@ -49,6 +50,8 @@ class LogConsole(Console):
         distributed = torch.distributed if torch.distributed.is_initialized() else None
         rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if distributed else (0, 1)
         super().__init__(log_level, rank, world_size)
+        if log is not None and not callable(log):
+            raise UsageError(f"log {log!r}: must be a function that takes a line.")
         self._spelling = spelling
         self._log = log or _logged
 

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.swap.autotune.training_steps import check_optimizer
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import INSTALL, Spelling
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.built_model import check_optimizer, facts_of, unwrapped
+from megatron.swap.megatron_lm.built_model import facts_of, unwrapped
 from megatron.swap.megatron_lm.checks import check_settings
 from megatron.swap.megatron_lm.hints import Built, MegatronHints
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
+from megatron.swap.megatron_lm.optimizer_adapter import stepped_params
 from megatron.swap.megatron_lm.shared_patches import SHARED
 from megatron.swap.native.guarding import build_guard
 from megatron.swap.run.console import LogConsole
@@ -80,7 +82,7 @@ def swap_built(
 ) -> Run:
     """Return a run that has begun. ``spelling`` is the call's; other arguments are as for ``install`` and ``train``."""
     chunks, is_wrapped = unwrapped(model)
-    check_optimizer(optimizer, chunks)
+    check_optimizer(optimizer, chunks, stepped_params)
     _check_free(chunks, optimizer)
     facts = facts_of(chunks, optimizer)
     if settings.plan is not None:  # the model's batches are not known yet: compared in the first step

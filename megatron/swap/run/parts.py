@@ -8,7 +8,7 @@ from megatron.swap.autotune.target import PlanTarget
 from megatron.swap.common.settings import Settings
 from megatron.swap.engine.build import Engine
 from megatron.swap.engine.manager import SwapManager
-from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.wrapper_tensors import WrapperRules
 from megatron.swap.layers.layers import Layers
@@ -37,7 +37,9 @@ class Planned:
     wrappers: WrapperRules | None  # rules for the wrapper tensors of low precision, or None
 
     @classmethod
-    def of(cls, settings: Settings, hints: ModelHints, run_device: RunDevice) -> Planned:
+    def of(
+        cls, settings: Settings, hints: ModelHints, run_device: RunDevice, policy: Policy | None = None
+    ) -> Planned:
         """Return the parts that follow from the settings and the model.
 
         Raises a ``UsageError`` or ``HostMemoryError`` if the settings ask for memory or a disk that is missing.
@@ -49,14 +51,17 @@ class Planned:
                 settings, hints.describe, run_device.memory_gib, kinds, hints.recomputes_layers, hints.timeout_minutes,
                 hints.remedy,
             )  # fmt: skip
-        policy = hints.policy(settings) if target is None else target.policy
+        if policy is None:
+            policy = policy_of(settings, hints.num_layers) if target is None else target.policy
         swaps = any(map(policy.swaps_layer, range(hints.num_layers)))
         wants_plan = settings.plan is not None or (settings.save_plan is not None and not settings.auto)
         host = host_share(settings, swaps, hints.least_host_bytes(settings), hints.capacity)
         state_memory = host.reserve_state(settings)
-        disk = DiskFile(settings.disk_dir, host.disk_bytes) if settings.disk_dir is not None else None
         plan_run = PlanRun(settings, hints.describe) if wants_plan else None
-        return cls(target, policy, kinds, swaps, host, state_memory, disk, plan_run, hints.wrappers())
+        wrappers = hints.wrappers()
+        # The last, since nothing closes the file if a later part cannot be made.
+        disk = DiskFile(settings.disk_dir, host.disk_bytes) if settings.disk_dir is not None else None
+        return cls(target, policy, kinds, swaps, host, state_memory, disk, plan_run, wrappers)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.engine.function_transforms import untransformed
 from megatron.swap.engine.overrides import NotCopied, in_backward, override_forward
+from megatron.swap.engine.policy import Policy
 from megatron.swap.layers.learned import LearnedLayers
 from megatron.swap.models.hints import ModelHints
 from megatron.swap.params.module_weights import WeightSwap
@@ -47,12 +48,18 @@ class Run(NotCopied):
     ``settings`` are the run's, ``hints`` the model's. ``console`` takes lines for users.
     """
 
-    def __init__(self, settings: Settings, hints: ModelHints, console: Console, run_device: RunDevice) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        hints: ModelHints,
+        console: Console,
+        run_device: RunDevice,
+        policy: Policy | None = None,
+    ) -> None:
         self.settings = settings
         self.hints = hints
         self.run_device = run_device
         # Follows from settings and model alone.
-        self.planned = Planned.of(settings, hints, run_device)
         # The parts that swap activations. None before the model is there, where saved tensors are not touched, and at
         # the end.
         self.parts: Parts | None = None
@@ -66,9 +73,11 @@ class Run(NotCopied):
         if settings.profile is not None:
             allocated, ranges = run_device.allocated_bytes, run_device.ranges
             self._profiler = Profiler(settings.profile, *settings.profile_steps, console.rank, ranges, allocated)
-        self._is_attached = False
         self._last: Stats | None = None
+        self._plan = ""  # the table of a run that is over
         self._undo: list[Callable[[], None]] = []
+        # The last, since it opens the file on disk.
+        self.planned = Planned.of(settings, hints, run_device, policy)
 
     # ------------------------------------------------------------------- attach
 
@@ -79,7 +88,6 @@ class Run(NotCopied):
             UsageError: the model cannot be swapped with these settings, a pattern of ``--swap-modules`` names no
                 submodule of any layer, or ``--swap-cpu-memory-gib`` has no room for the model's gradients.
         """
-        self._is_attached = True
         self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
         self.run_device.check_room(chunks)
         for undo, line in self.hints.prepare(chunks, self.settings):
@@ -97,7 +105,7 @@ class Run(NotCopied):
                     )  # fmt: skip
                 self.optimizer_swap.watch(chunk)
         if self.settings.acts:
-            parts = self.parts = self.parts or self._build()
+            parts = self.parts or self._build()
             for chunk in chunks:
                 parts.recorder.add_chunk(chunk)
                 parts.layers.add(chunk)
@@ -180,11 +188,16 @@ class Run(NotCopied):
             on_saved=None if planned.plan_run is None else planned.plan_run.note,
             on_full=self._on_tier_full if settings.auto else None,
         )  # fmt: skip
-        layers = self.hints.bound(
-            engine, planned.policy, settings, self._console.errors,
-            lambda: self.auto is None or self.auto.is_measuring, machine.pool.has_room,
-        )  # fmt: skip
-        parts = Parts(machine, engine, recorder, layers)
+        try:
+            layers = self.hints.bound(
+                engine, planned.policy, settings, self._console.errors,
+                lambda: self.auto is None or self.auto.is_measuring, machine.pool.has_room,
+            )  # fmt: skip
+        except BaseException:
+            machine.guard.end()
+            machine.tier.close()
+            raise
+        parts = self.parts = Parts(machine, engine, recorder, layers)  # now: what fails next is undone by `release`
         if planned.target is not None:
             of_run = RunParts(
                 layers=layers,
@@ -355,13 +368,15 @@ class Run(NotCopied):
         auto, parts, target, swap = self.auto, self.parts, self.planned.target, self.optimizer_swap
         last, plan = (None, None) if auto is None else (auto.last_step, auto.plan)
         predicted = None if plan is None else plan.predicted
-        host_bytes = held_bytes = host_peak_bytes = state_bytes = stayed_bytes = num_rescues = rescued_bytes = 0
+        held_bytes = host_peak_bytes = state_bytes = stayed_bytes = num_rescues = rescued_bytes = 0
+        host_bytes = 0 if self.weights is None else self.weights.stats.host_bytes
         totals = Totals()
         if parts is not None:
             totals, host = parts.manager.counters.totals(), parts.machine.pool.stats
             stayed_bytes = sum(layer.stayed_bytes for layer in parts.manager.counters.layers.values())
-            held_bytes, host_peak_bytes, host_bytes = host.leased_bytes, host.leased_peak_bytes, host.reserved_bytes
+            held_bytes, host_peak_bytes = host.leased_bytes, host.leased_peak_bytes
             num_rescues, rescued_bytes = parts.machine.guard.total_rescues()
+            host_bytes += host.reserved_bytes
         if swap is not None:
             host_bytes += swap.reserved_bytes
             state_bytes = sum(one.num_bytes for one in swap.offloaded_tensors())
@@ -378,6 +393,8 @@ class Run(NotCopied):
 
     def plan(self) -> str:
         """Return a table with the planner's action for each saved tensor of each layer, and why; its stage before."""
+        if self._plan:
+            return self._plan
         if self.planned.target is None:
             return "no planner decides: the layers were chosen"
         auto = self.auto
@@ -417,6 +434,9 @@ class Run(NotCopied):
             return
         before = self._figures()  # with the optimizer state that is offloaded still
         with ExitStack() as whatever_fails:
+            whatever_fails.callback(self._forget_model)
+            if not has_failed:
+                whatever_fails.callback(self._finish_if_stepped)
             whatever_fails.callback(self._note_state, before)
             whatever_fails.callback(self.release)
             if self._profiler is not None:
@@ -428,8 +448,15 @@ class Run(NotCopied):
                     self._console.say(
                         "the device has no room for the offloaded optimizer state: it stays in host memory"
                     )
-        if self.steps.number and not has_failed:
+
+    def _finish_if_stepped(self) -> None:
+        if self.steps.number:
             self.finish()
+
+    def _forget_model(self) -> None:
+        """Hold neither the model nor its layers: users keep a run for its figures."""
+        self._plan = self.plan()
+        self.auto = self.weights = None
         self.hints.forget_model()
 
     def finish(self) -> None:

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
+from megatron.swap.autotune.training_steps import check_optimizer
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.spelling import ACTIVATIONS, Spelling
-from megatron.swap.common.types import UsageError, layer_positions
+from megatron.swap.common.types import GIB, UsageError, layer_positions
 from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.models.found_layers import is_megatrons, layers_of
 from megatron.swap.models.hints import ModelHints
 from megatron.swap.models.layer_devices import device_of
 from megatron.swap.models.plannable import refuse_unplannable
+from megatron.swap.params.module_weights import WeightSwap
 from megatron.swap.params.module_weights import weights as offload_weights
 from megatron.swap.run.console import Console, LogConsole
 from megatron.swap.run.run import Run
 from megatron.swap.run.run_device import RunDevice
 
+LEAST_HOST_GIB = 2**-18  # a page, so that activations which do not fit are refused in their own words
 # Settings that act on Megatron's models alone.
 OF_MEGATRON = {
-    "modules", "recompute", "loss_chunks", "fp8_weights", "plan", "optimizer", "summary", "profile", "profile_steps",
-    "deterministic",
+    "modules", "recompute", "loss_chunks", "fp8_weights", "plan", "optimizer_state", "summary", "profile",
+    "profile_steps", "deterministic",
 }  # fmt: skip
-TRAIN = Spelling(*(field.name for field in dataclasses.fields(Settings)))
+NAMES = {field.name for field in dataclasses.fields(Settings)} - {"optimizer"} | {"weights"}
+TRAIN = Spelling(*NAMES, others="{}_state")  # the setting `optimizer` is `optimizer_state` here
 
 
 @TRAIN.errors()
@@ -39,6 +44,7 @@ def train(
     memory_gib: float | None = None,
     layers: str | Policy | None = None,
     plan: str | None = None,
+    optimizer_state: float | str | None = None,
     weights: str | None = None,
     hints: ModelHints | None = None,
     log: Callable[[str], None] | None = None,
@@ -63,6 +69,7 @@ def train(
             offloads or recomputes saved tensors.
         layers: layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``. Or a policy, unless the model is Megatron's.
         plan: a plan file, for a Megatron model.
+        optimizer_state: fraction of the state of Megatron's optimizer that is offloaded, or ``auto`` with a budget.
         weights: layers whose frozen weights are offloaded, too, written as ``layers``. Not for a Megatron model.
         hints: answers about a model whose layers are not found; by default the model's stacks are its layers.
         log: takes each line that is printed; by default the logger ``megatron.swap``.
@@ -73,21 +80,26 @@ def train(
         HostMemoryError: the host has less memory than the run needs at least.
         PatchError: this Megatron lacks a symbol that the settings need.
     """
+    if not isinstance(model, nn.Module) and isinstance(model, Iterable):
+        model = list(model)
     policy = layers if isinstance(layers, Policy) else None
+    if policy is not None and memory_gib is not None:
+        raise UsageError("layers= is a policy beside memory_gib=: the planner decides within a budget. Leave one out.")
     given = {"memory_gib": memory_gib, "layers": None if policy else layers, "plan": plan, **settings}
-    parsed = Settings.of(given)
+    parsed = Settings.of(given | {"optimizer": optimizer_state})
+    console = LogConsole(TRAIN, log, parsed.log_level)
     if hints is None and is_megatrons(model):
         from megatron.swap.run.install import swap_built  # needs megatron.core
 
         if weights is not None or policy is not None:
             raise UsageError("this is a Megatron model: weights= and a policy are for others. Give layers='0-9'.")
         return swap_built(model, optimizer, parsed, TRAIN, log)
-    for name in {"plan": plan, **settings}:
-        if name in OF_MEGATRON and given[name] is not None:
-            raise UsageError(f"{name}={given[name]!r} is for Megatron models, and this is another one. Leave it out.")
-    if not parsed.auto and layers is None and weights is None:
+    for name, value in {"plan": plan, "optimizer_state": optimizer_state, **settings}.items():
+        if name in OF_MEGATRON and value is not None:
+            raise UsageError(f"{name}={value!r} is for Megatron models, and this is another one. Leave it out.")
+    if not (parsed.acts or policy or weights or layers):
         raise UsageError("nothing is to be swapped. Give memory_gib, layers or weights.")
-    return _swapped(model, optimizer, policy, parsed, LogConsole(TRAIN, log), weights=weights, hints=hints)
+    return _swapped(model, optimizer, policy, parsed, console, weights=weights, hints=hints)
 
 
 @ACTIVATIONS.errors()
@@ -161,8 +173,6 @@ def activations(
     is_planned = memory_gib is not None or memory_fraction is not None
     if is_planned and layers != "all":
         raise UsageError(f"layers {layers!r} beside memory_gib: the planner chooses within one budget. Leave one out.")
-    if not is_planned and (save_plan is not None or save_profile is not None):
-        raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")
     policy = layers if isinstance(layers, Policy) else None
     settings = Settings(
         layers="none" if is_planned or policy else str(layers),
@@ -185,10 +195,12 @@ def _swapped(
     hints: ModelHints | None = None,
 ) -> Run:
     """Return a run of a model that is not Megatron's. Arguments as for ``train`` and ``activations``."""
-    found = layers_of(model) if hints is None else list(hints.layers)
+    if not settings.auto and (settings.save_plan is not None or settings.save_profile is not None):
+        raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")
+    found = layers_of(model) if hints is None else _hinted(hints, model)
     if settings.auto:
         refuse_unplannable(model)
-    elif weights is None or settings.swaps_layers or policy is not None:
+    elif settings.swaps_layers or policy is not None or not (weights or settings.oom_guard):
         chosen = policy or policy_of(settings, len(found))
         _check_policy(chosen, policy or settings.layers, len(found))
         _check_tail(chosen, len(found), num_ahead=1 if settings.prefetch_gib is None else 0)
@@ -196,12 +208,50 @@ def _swapped(
         settings = replace(settings, layers="all")
     if hints is None:
         whole = model if isinstance(model, nn.Module) and settings.auto else None
-        hints = ModelHints(whole, found, policy, autocast_cache=autocast_cache)
-    run = Run(settings, hints, console, RunDevice(settings, console.rank, Ranges(), torch_device=device_of(found)))
-    if weights is not None:
-        streamed = [found[number] for number in sorted(parse_layers(weights, len(found)))]
-        run.weights = offload_weights(cast(nn.Module, model), streamed, training=True, host_gib=settings.host_gib)
+        hints = ModelHints(whole, found, autocast_cache=autocast_cache)
+    check_optimizer(optimizer, [model] if isinstance(model, nn.Module) else found)
+    run_device = RunDevice(settings, console.rank, Ranges(), torch_device=device_of(found))
+    if weights is None:
+        return Run(settings, copy(hints), console, run_device, policy).begin(optimizer)
+    offloaded = _offloaded(model, found, weights, settings)
+    try:
+        if settings.host_gib is not None:  # the weights are within it
+            left_gib = settings.host_gib - offloaded.stats.host_bytes / GIB
+            settings = replace(settings, host_gib=max(left_gib, LEAST_HOST_GIB))
+        run = Run(settings, copy(hints), console, run_device, policy)
+        run.weights = offloaded
+    except BaseException:
+        offloaded.close()
+        raise
     return run.begin(optimizer)
+
+
+def _hinted(hints: ModelHints, model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the layers that ``hints`` name, once they are known to be the model's."""
+    if not isinstance(hints, ModelHints):
+        raise UsageError(f"hints={hints!r}: must be a ModelHints, such as ModelHints(model, layers).")
+    found = layers_of(hints.layers)
+    if not isinstance(model, nn.Module) or hints.chunks != [model] or len(found) != len(hints.layers):
+        raise UsageError("hints= must be made for this model, with each layer once: ModelHints(model, layers).")
+    mine = set(model.modules())
+    if any(layer not in mine for layer in found):
+        raise UsageError("hints= name a layer that is no module of this model.")
+    return found
+
+
+def _offloaded(
+    model: nn.Module | Iterable[nn.Module], found: Sequence[nn.Module], weights: str, settings: Settings
+) -> WeightSwap:
+    """Return the frozen weights of the layers that ``weights`` names, in host memory."""
+    if not isinstance(model, nn.Module) or not isinstance(weights, str):
+        raise UsageError(f"weights={weights!r}: must be a text such as '0-9' or 'all', beside a model, not its layers.")
+    try:
+        numbers = sorted(parse_layers(weights, len(found)))
+    except UsageError as error:
+        raise UsageError(str(error).replace("--swap-layers", "--swap-weights")) from None
+    if not numbers:
+        raise UsageError(f"weights={weights!r} names no layer. Name one, or leave it out.")
+    return offload_weights(model, [found[number] for number in numbers], training=True, host_gib=settings.host_gib)
 
 
 def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:

@@ -154,7 +154,7 @@ class SwapSession(Run):
                 ``TransformerBlock``.
         """
         needs_model = self.settings.attaches or self.run_device.observer is not None
-        if needs_model and not self._is_attached:
+        if needs_model and not self.run_device.is_made:
             raise unknown_model()
         if self.parts is not None and not self.parts.layers.has_chunks:
             raise UsageError(

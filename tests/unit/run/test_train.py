@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 from megatron import swap
 from torch import nn
 
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import GIB, UsageError
+from megatron.swap.engine.policy import ManualPolicy
 from megatron.swap.models.hints import ModelHints
 from tests.plain_loop import Mlp, loss_of, mlps, rows, train
 from tests.planned_loop import NUM_STEPS, QUIET, check, fraction_gib
@@ -62,6 +66,96 @@ def test_hints_name_the_layers(settings: dict[str, Any]) -> None:
         assert train(model, num_steps=3).same_as(plain)
         assert len(run.layers) == 4
         assert run.stats().out_bytes
+    assert run.layers == ()
+
+
+def test_hints_serve_twice_and_take_a_policy() -> None:
+    model = mlps()
+    hints = ModelHints(model, list(model))
+    for _ in range(2):
+        with swap.train(model, memory_gib=1.0, hints=hints, **QUIET):
+            train(model, num_steps=1)
+    with swap.train(model, layers=ManualPolicy((1,), (), 0), hints=hints, **QUIET) as run:
+        assert run.chosen == (1,)
+    assert run.chosen == (1,)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (lambda model: [model[0], model[0]], "with each layer once"),
+        (lambda _: list(mlps()), "no module of this model"),
+        (lambda _: [1], "must be an nn.Module"),
+    ],
+)
+def test_hints_of_something_else_are_refused(layers: Any, said: str) -> None:
+    model = mlps()
+    with pytest.raises(UsageError, match=said):
+        swap.train(model, layers="all", hints=ModelHints(model, layers(model)), **QUIET)
+    with pytest.raises(UsageError, match="made for this model"):
+        swap.train(model, memory_gib=1.0, hints=ModelHints(None, list(model)), **QUIET)
+    untouched(model)
+
+
+def untouched(model: nn.Module) -> None:
+    assert not any({"forward", "__reduce_ex__"} & set(vars(module)) for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_a_failure_while_it_begins_leaves_the_model_as_it_was() -> None:
+    """The planner's first line is printed when the boundaries are there."""
+    def log(line: str) -> None:
+        raise OSError("no room")
+
+    model = mlps()
+    for _ in range(2):
+        with pytest.raises(OSError, match="no room"):
+            swap.train(model, memory_gib=1.0, min_mib=0, host_gib=0.1, log=log)
+        untouched(model)
+    copy.deepcopy(model)
+    with pytest.raises(UsageError, match="log 'x': must be a function"):
+        swap.train(model, memory_gib=1.0, log="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [{"layers": "all"}, {"memory_gib": 1.0}])
+def test_a_closed_run_holds_no_layer(settings: dict[str, Any]) -> None:
+    model = mlps()
+    with swap.train(model, **settings, **QUIET) as run:
+        train(model, num_steps=2)
+    layer = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert layer() is None
+    assert run.plan()
+
+
+def test_runs_that_end_in_the_order_in_which_they_began() -> None:
+    model = mlps()
+    model[:3].requires_grad_(False)
+    first = swap.train(model, weights="0-2", **QUIET)
+    second = swap.train(model, layers="all", **QUIET)
+    first.close()
+    second.close()
+    untouched(model)
+    copy.deepcopy(model)
+
+
+def test_weights_are_within_the_host_memory_that_is_given() -> None:
+    model = mlps()
+    model[:3].requires_grad_(False)
+    with swap.train(model, layers="all", weights="0-2", min_mib=0, host_gib=0.125) as run:
+        assert run.weights is not None
+        assert run.parts is not None
+        num_bytes = run.weights.stats.host_bytes
+        assert num_bytes + run.parts.machine.pool.limit_bytes <= GIB // 8
+        assert run.stats().host_bytes >= num_bytes > 0
+
+
+def test_a_disk_is_closed_where_weights_are_refused(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(UsageError, match="have no frozen parameters"):
+        swap.train(mlps(), layers="all", weights="all", disk_dir=str(tmp_path), disk_gib=0.01, **QUIET)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_frozen_weights_are_offloaded_beside_activations() -> None:
@@ -87,13 +181,21 @@ def test_frozen_weights_are_offloaded_beside_activations() -> None:
         ({"layers": "all", "min_mib": -1}, "min_mib=-1.0: must be"),
         ({"memory_gib": 1.0, "layers": "0-3"}, "memory_gib="),
         ({"layers": "all", "colour": 1}, "colour"),
+        ({"layers": "all", "optimizer_state": 0.5}, "optimizer_state=0.5 is for Megatron models"),
+        ({"layers": "all", "save_plan": "plan.json"}, "give memory_gib too"),
+        ({"layers": "all", "weights": "x"}, "weights='x'"),
+        ({"layers": "all", "weights": "none"}, "names no layer"),
+        ({"layers": "all", "weights": [0]}, "must be a text"),
+        ({"layers": "all", "optimizer": "adam"}, "optimizer: str has no step"),
+        ({"memory_gib": 1.0, "optimizer": torch.optim.SGD}, "optimizer: type is a class|SGD is a class"),
+        ({"memory_gib": 1.0, "layers": ManualPolicy((1,), (), 0)}, "a policy beside memory_gib"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], said: str) -> None:
     model = mlps()
     with pytest.raises(UsageError, match=said):
         swap.train(model, **settings)
-    assert not any("forward" in vars(module) for module in model.modules())
+    untouched(model)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -107,6 +209,12 @@ def test_a_model_of_megatron() -> None:
         assert run.stats().out_bytes
         assert run.stats().num_steps == 2
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    with swap.train([model], optimizer, layers="all", min_mib=0.001):
+        pass
+    with pytest.raises(UsageError, match="one model chunk is given twice"):
+        swap.train([model, model], layers="all")
+    with pytest.raises(UsageError, match=r"optimizer_state=2.0"):
+        swap.train(model, layers="all", optimizer_state=2.0)
     with pytest.raises(UsageError, match="this is a Megatron model: weights= and a policy are for others"):
         swap.train(model, weights="all")
     with pytest.raises(UsageError, match="recompute="):
