@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(options, name) for name in ("method", "layers", "tokens")}
     row |= {"losses": losses[:2], "ms": round(timed(step, options.steps), 1), "ms_alone": round(alone_ms, 1)}
     row["reserved_gib"] = round(torch.cuda.memory_reserved() / GIB, 3) if DEVICE == "cuda" else 0.0
-    if isinstance(swapped, swap.Run) and swapped.auto is not None:
+    if isinstance(swapped, swap.Run) and swapped.stats().budget_gib is not None:
         row |= plan_of(swapped)
         print(swapped.plan(), file=sys.stderr)
         swapped.close()

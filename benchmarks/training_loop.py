@@ -97,7 +97,7 @@ def peaks() -> dict[str, Any]:
 
 def settle(step: Callable[[], object], swapped: object, num_steps: int) -> None:
     """Run steps until the plan of ``swapped`` is stable, if it plans. ``num_steps`` have been run."""
-    if isinstance(swapped, swap.Run) and swapped.auto is not None:
+    if isinstance(swapped, swap.Run) and swapped.stats().budget_gib is not None:
         while swapped.stats().stage != "stable" and num_steps < MOST_STEPS:
             step()
             num_steps += 1
@@ -105,7 +105,7 @@ def settle(step: Callable[[], object], swapped: object, num_steps: int) -> None:
 
 def plan_of(swapped: object) -> dict[str, Any]:
     """Return what the planner of ``swapped`` has predicted, if it plans."""
-    if not isinstance(swapped, swap.Run) or swapped.auto is None:
+    if not isinstance(swapped, swap.Run) or swapped.stats().budget_gib is None:
         return {}
     stats = swapped.stats()
     return {name: getattr(stats, name) for name in ("stage", "predicted_gib", "predicted_ms", "peak_gib")}
