@@ -1,4 +1,4 @@
-"""Builds the parts of a run from the settings, puts them on a model, follows its steps, removes them.
+"""One `Run` for every model: builds its parts from the settings, puts them on the model, ends its steps, closes it.
 
-Owns the composition root and `install`. May import every package below it.
+Owns the composition root, `train`, `activations` and `install`. May import every package below it.
 """

@@ -59,7 +59,6 @@ class Run(NotCopied):
         self.settings = settings
         self.hints = hints
         self.run_device = run_device
-        # Follows from settings and model alone.
         # The parts that swap activations. None before the model is there, where saved tensors are not touched, and at
         # the end.
         self.parts: Parts | None = None
@@ -437,8 +436,7 @@ class Run(NotCopied):
             whatever_fails.callback(self._forget_model)
             if not has_failed:
                 whatever_fails.callback(self._finish_if_stepped)
-            whatever_fails.callback(self._note_state, before)
-            whatever_fails.callback(self.release)
+            whatever_fails.callback(self.release, before)
             if self._profiler is not None:
                 (self._profiler.abandon if has_failed else self._profiler.close)()
             if self.optimizer_swap is not None:
@@ -475,8 +473,10 @@ class Run(NotCopied):
         if self.parts is not None:
             self.parts.machine.guard.end()
 
-    def release(self) -> None:
+    def release(self, before: Stats | None = None) -> None:
         """Uninstall everything and release all memory, without a word. Idempotent.
+
+        ``before`` are the figures from before optimizer state was given back; by default those of now.
 
         Raises:
             DiskError: a write failed, so the state on disk is incomplete. All else is uninstalled and released.
@@ -484,7 +484,7 @@ class Run(NotCopied):
         if self._last is not None:
             return
         parts, swap = self.parts, self.optimizer_swap
-        before = self._last = self._figures()
+        before = self._last = before or self._figures()
         self.optimizer_swap = None
         with ExitStack() as last_first:  # runs every step even if one fails: a disk may fail now
             last_first.callback(setattr, self, "parts", None)
@@ -504,13 +504,8 @@ class Run(NotCopied):
                 last_first.callback(swap.close)
 
     def _note_waits(self, before: Stats) -> None:
-        self._last = self._figures()
-        self._note_state(before)
-
-    def _note_state(self, before: Stats) -> None:
-        """Keep the figures of optimizer state from before it was given back."""
-        assert self._last is not None
-        self._last = replace(self._last, state_bytes=before.state_bytes, host_bytes=before.host_bytes)
+        """Take the figures anew, but those of optimizer state, which is given back."""
+        self._last = replace(self._figures(), state_bytes=before.state_bytes, host_bytes=before.host_bytes)
 
     def _uninstall(self) -> None:
         with ExitStack() as first_last:
