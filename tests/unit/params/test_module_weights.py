@@ -6,7 +6,7 @@ import copy
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,22 +20,9 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.params.module_weights import WeightSwap
 from tests.lazy_device import LazyDevice, LazyStream
-from tests.weight_models import DEVICES, MODELS, Far, mlp, num_hooks, picture, tied
+from tests.weight_models import MODELS, Far, mlp, num_hooks, picture, tied
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    made = DEVICES[request.param]()
-    yield made
-    made.close()
-    assert getattr(made, "violations", []) == []
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(7)
 
 
 # ------------------------------------------------------------------------------------------------------ outputs

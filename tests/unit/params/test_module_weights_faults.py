@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,21 +17,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
 from megatron.swap.params import module_weights
-from tests.weight_models import DEVICES, Stack, convolutions, mlp, num_hooks, picture
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    made = DEVICES[request.param]()
-    yield made
-    made.close()
-    assert getattr(made, "violations", []) == []
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(7)
-
+from tests.weight_models import Stack, convolutions, mlp, num_hooks, picture
 
 # ------------------------------------------------------------------------------------- reads and writes by others
 
