@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -158,16 +159,14 @@ def patches_page() -> str:
 
 
 def training_flags() -> str:
-    """The names of all training flags, one a line: those of the installed Megatron and our own.
-
-    ``VALUE`` follows a flag that needs a value.
-    """
+    """The names of all training flags, those of the installed Megatron and our own: first those that need a value."""
     parser = add_swap_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)))
-    names = sorted({
-        f"{name} VALUE" if action.nargs not in (0, "?", "*") else name
-        for action in parser._actions for name in action.option_strings if name.startswith("--")
-    })  # fmt: skip
-    return "\n".join([f"made by `python -m tests.pages` from megatron-core {version('megatron-core')}", *names, ""])
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for action in parser._actions:
+        names[action.nargs not in (0, "?", "*")] |= {name for name in action.option_strings if name.startswith("--")}
+    parts = (textwrap.fill(" ".join(sorted(names[valued])), 120, break_on_hyphens=False) for valued in (True, False))
+    head = f"made by `python -m tests.pages` from megatron-core {version('megatron-core')}"
+    return "\n\n".join([head, *parts]) + "\n"
 
 
 # --------------------------------------------------------------------------------------------------- generated

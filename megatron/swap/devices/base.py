@@ -6,9 +6,11 @@ until an event has passed. The calling thread waits for the device only in ``fin
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +89,11 @@ class Device(ABC):
     name: str  # of the hardware, for messages
     keeps_time = True  # equal work takes equally long, so that times can be compared
     guard: GuardCore | None = None  # evicts storages when an allocation fails; None before `make_guard`
+
+    @functools.cached_property
+    def copier(self) -> Copier:
+        """Orders the copies of all that share this device."""
+        return Copier(self)
 
     @abstractmethod
     def current_stream(self) -> Stream:
@@ -226,3 +233,63 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for all copies, then release the streams and the guard's stream and event."""
+
+
+class Rank(IntEnum):
+    """What is copied, the most urgent first."""
+
+    WEIGHTS = 0  # of the layer that runs next
+    ACTIVATIONS = 1  # of layers behind that
+    STATE = 2  # of the optimizer, whose step comes last
+
+
+class Lane:
+    """The copies of one owner in one direction: ``begin``, then ``wait`` and ``copy`` as often as needed, then ``end``.
+
+    Copies of a more urgent rank that are enqueued already go first.
+    """
+
+    def __init__(self, device: Device, stream: Stream, rank: Rank, last: dict[Rank, Event]) -> None:
+        self.stream = stream  # its own: a wait of one owner must not hold back the copies of another
+        self._device = device
+        self._rank = rank
+        self._last = last  # behind the copies that were enqueued last, by their rank; of this direction
+
+    def begin(self, *writers: Stream) -> None:
+        """Let the coming copies start after the work enqueued so far on ``writers``; without any, on compute."""
+        for writer in writers or (self._device.current_stream(),):
+            self._device.wait(self.stream, self._device.record(writer))
+        for rank in Rank:
+            # All copies in one direction share one hardware queue. Without this wait a copy that need not wait for
+            # compute would pass these, and its 32 MiB pieces would take turns with theirs.
+            if rank < self._rank and rank in self._last:
+                self._device.wait(self.stream, self._last[rank])
+
+    def wait(self, event: Event | None) -> None:
+        """Let the coming copies start after ``event``, if there is one."""
+        if event is not None:
+            self._device.wait(self.stream, event)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        """Enqueue copies as ``Device.copy`` does. Return their number."""
+        return self._device.copy(self.stream, targets, sources)
+
+    def end(self) -> Event:
+        """Return an event that passes when all copies enqueued so far are complete."""
+        event = self._last[self._rank] = self._device.record(self.stream)
+        return event
+
+
+class Copier:
+    """The lanes of a device. Each owner of copies (activations, weights, optimizer state) asks it for its own.
+
+    A transfer queue (`tensor_swap`) stands apart: it withdraws copies, which no stream can.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last: dict[str, dict[Rank, Event]] = {"in": {}, "out": {}}
+
+    def lane(self, direction: str, rank: Rank) -> Lane:
+        """Return a new lane. ``direction`` is ``in``, to the device, or ``out``."""
+        return Lane(self._device, self._device.copy_stream(direction), rank, self._last[direction])

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.swap.common.types import MIB, Action, LayerPosition, Site, SwapError
+from megatron.swap.devices.base import Rank
 from megatron.swap.engine.checksum import checksum
 from megatron.swap.engine.decider import Decider
 from megatron.swap.engine.decision import Decision, Reason
@@ -48,7 +49,7 @@ class Offloader:
         verify: bool,
         on_full: Callable[[SwapError], None] | None,
     ) -> None:
-        self.stream = state.device.copy_stream("out")  # D2H copies
+        self.lane = state.device.copier.lane("out", Rank.ACTIVATIONS)
         self._state = state
         self._device = state.device
         self._counters = state.counters
@@ -143,19 +144,18 @@ class Offloader:
         going = [handle for handle in batch if self._reserve_slot(handle)]
         if not going:
             return
-        state, device = self._state, self._device
+        state = self._state
         with state.ranges.group("swap_out", going[0].group, num_bytes_of(going)):
             # The copies wait for the kernels that computed the storages, on each stream that saved some.
-            for stream in dict.fromkeys(handle.stream for handle in going):
-                device.wait(self.stream, device.record(stream))
+            self.lane.begin(*dict.fromkeys(handle.stream for handle in going))
             for handle in going:
                 assert handle.slot is not None
                 if self._verify:
                     self._note_checksum(handle)
                 with state.ranges.storage("copy_out", handle, handle.num_bytes):
-                    num_copies = state.tier.write(device, self.stream, handle.slot, handle.bytes_view())
+                    num_copies = state.tier.write(self._device, self.lane.stream, handle.slot, handle.bytes_view())
                 handle.move_to(StorageState.OFFLOADING)
-                handle.out_event = device.record(self.stream)
+                handle.out_event = self.lane.end()
                 state.offloading.append(handle)
                 self._counters.num_out_copies += num_copies
                 self._counters.layers[handle.site.layer].out_bytes += handle.num_bytes
@@ -185,9 +185,7 @@ class Offloader:
             self._keep(handle, Reason.TIER_FULL)
             return False
         # A reused slot: the D2H stream waits for the last read of it, which may still be in flight.
-        read = self._state.fences.event_of(handle.slot.fence)
-        if read is not None:
-            self._device.wait(self.stream, read)
+        self.lane.wait(self._state.fences.event_of(handle.slot.fence))
         return True
 
     def release(self) -> None:

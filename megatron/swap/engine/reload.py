@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 
 from megatron.swap.common.types import SwapError
-from megatron.swap.devices.base import Stream
+from megatron.swap.devices.base import Rank, Stream
 from megatron.swap.engine.checksum import VerifyError, checksum
 from megatron.swap.engine.collector import end_delay
 from megatron.swap.engine.evict import Evictions
@@ -26,7 +26,7 @@ class Reloader:
     """Copies storages from the tier to the device, in the order in which backward needs them."""
 
     def __init__(self, state: SharedState, evictions: Evictions, observer: Observer | None = None) -> None:
-        self.stream = state.device.copy_stream("in")  # H2D copies
+        self.lane = state.device.copier.lane("in", Rank.ACTIVATIONS)
         self._state = state
         self._device = state.device
         self._counters = state.counters
@@ -165,7 +165,7 @@ class Reloader:
                 handle.group.prefetched_bytes -= handle.num_bytes
                 handle.group.prefetch_evicted = True
             # The buffers may be recycled blocks: earlier kernels of the compute stream may still use them.
-            self._device.wait(self.stream, self._device.record(compute))
+            self.lane.begin(compute)
             for group, coming in groupby(zip(handles, buffers, strict=False), key=lambda pair: pair[0].group):
                 pairs = list(coming)
                 with state.ranges.group(label, group, num_bytes_of(handle for handle, _ in pairs)):
@@ -180,11 +180,11 @@ class Reloader:
     def _read(self, handle: Handle, buffer: torch.Tensor, compute: Stream) -> None:
         assert handle.slot is not None
         # The storage's own copy out may still be in flight.
-        self._device.wait(self.stream, handle.out_event)
+        self.lane.wait(handle.out_event)
         with self._state.ranges.storage("copy_in", handle, handle.num_bytes):
-            num_copies = self._state.tier.read(self._device, self.stream, handle.slot, buffer)
+            num_copies = self._state.tier.read(self._device, self.lane.stream, handle.slot, buffer)
         handle.move_to(StorageState.RELOADING)
-        handle.in_event = self._device.record(self.stream)
+        handle.in_event = self.lane.end()
         handle.storage = buffer.untyped_storage()
         if self._observer is not None:
             self._observer.note(buffer)  # it takes memory before it is used

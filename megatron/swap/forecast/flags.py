@@ -251,13 +251,13 @@ def _names(flags: Sequence[str]) -> list[str]:
 @functools.cache
 def training_flags() -> frozenset[str]:
     """Return the flags that a training command may have: Megatron's and our own, with their hyphens."""
-    return frozenset(word for word in FLAGS_FILE.read_text().split() if word.startswith("--"))
+    _, valued, others = FLAGS_FILE.read_text().split("\n\n")
+    return frozenset(f"{valued} {others}".split())
 
 
 @functools.cache
 def _flags_with_value() -> frozenset[str]:
-    lines = map(str.split, FLAGS_FILE.read_text().splitlines())
-    return frozenset(flag for flag, *value in lines if value == ["VALUE"])
+    return frozenset(FLAGS_FILE.read_text().split("\n\n")[1].split())
 
 
 def _check_fp8(known: argparse.Namespace) -> None:

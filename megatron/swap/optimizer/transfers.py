@@ -1,4 +1,4 @@
-"""Copies of optimizer state between device, host memory and disk, on two copy streams of their own.
+"""Copies of optimizer state between device, host memory and disk, on lanes of their own.
 
 State on disk passes through pinned buffers (`memory.staging`): the host waits for reads before it enqueues their
 copies, and never waits for writes.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.swap.common.rounding import round_up
-from megatron.swap.devices.base import ALIGNMENT_BYTES, Device, Event, Mark
+from megatron.swap.devices.base import ALIGNMENT_BYTES, Device, Event, Mark, Rank
 from megatron.swap.memory.disk_file import DiskRoom, padded
 from megatron.swap.memory.staging import NUM_AHEAD, DiskSpan, Fetched, Staging
 from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Span
@@ -77,8 +77,7 @@ class StateTransfers:
         # State on disk is copied in whole blocks.
         self._staged_bytes = padded(bucket_bytes)
         self._staging = None if memory.disk is None else Staging(memory.disk, memory.arena.take, bucket_bytes)
-        self._in_stream = device.copy_stream("in")
-        self._out_stream = device.copy_stream("out")
+        self._in, self._out = (device.copier.lane(direction, Rank.STATE) for direction in ("in", "out"))
         self._offloads: deque[_Offload] = deque()
         self._offloading_shards: set[ParamShard] = set()
         self.num_ahead = 1 if memory.disk is None else NUM_AHEAD  # number of buckets that may be pending at once
@@ -120,7 +119,7 @@ class StateTransfers:
     def _load_into(self, buffer: torch.Tensor, pending: PendingBucket) -> Bucket:
         self.device_bytes += buffer.numel()
         tensors: dict[ParamShard, dict[str, torch.Tensor]] = {shard: {} for shard in pending.shards}
-        staged = iter(pending.read.arrived(self._device, self._in_stream) if pending.read is not None else ())
+        staged = iter(pending.read.arrived(self._device, self._in.stream) if pending.read is not None else ())
         targets, sources = [], []
         offset = 0
         for shard in pending.shards:
@@ -132,10 +131,10 @@ class StateTransfers:
                 tensors[shard][name] = targets[-1].view(offloaded.dtype)
                 offset += _aligned(stop - start)
         # The buffer may be recycled memory that compute still uses.
-        self._device.wait(self._in_stream, self._device.record(self._device.current_stream()))
-        self._device.copy(self._in_stream, targets, sources)
+        self._in.begin()
+        self._in.copy(targets, sources)
         self.in_bytes += sum(source.numel() for source in sources)
-        bucket = Bucket(tensors, buffer, self._device.record(self._in_stream))
+        bucket = Bucket(tensors, buffer, self._in.end())
         if pending.read is not None:
             # The read buffers are free for other reads once the copies from them have passed.
             pending.read.copied(self._device, bucket.event)
@@ -192,7 +191,7 @@ class StateTransfers:
     def offload(self, moves: Sequence[Move], bucket: Bucket | None = None) -> None:
         """Enqueue copies to the host. Hold the sources and the buffer of ``bucket`` until ``release_offloaded``."""
         # Compute may still write the sources.
-        self._device.wait(self._out_stream, self._device.record(self._device.current_stream()))
+        self._out.begin()
         event = None
         for batch in self._batches(moves):
             spans = _on_disk(move.target for move in batch)
@@ -202,8 +201,8 @@ class StateTransfers:
                 next(staged_targets) if isinstance(tensor.backing, DiskRoom) else tensor.backing[start:stop]
                 for (tensor, start, stop), _ in batch
             ]
-            self._device.copy(self._out_stream, targets, [move.source for move in batch])
-            event = self._device.record(self._out_stream)
+            self._out.copy(targets, [move.source for move in batch])
+            event = self._out.end()
             if write is not None:
                 # A thread writes to disk once the copy to the staging buffer has passed.
                 write(self._device, event)

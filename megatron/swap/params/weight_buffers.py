@@ -23,7 +23,7 @@ import torch
 
 from megatron.swap.common.counters import Counters
 from megatron.swap.common.types import SwapError
-from megatron.swap.devices.base import Device, Event, Stream, bytes_of
+from megatron.swap.devices.base import Device, Event, Rank, Stream, bytes_of
 from megatron.swap.engine.overrides import in_backward
 from megatron.swap.params.packed_weights import Layer
 
@@ -92,7 +92,7 @@ class WeightBuffers:
         self.peak_bytes = 0
         self._device = device
         self._layers = layers
-        self._in_stream = device.copy_stream("in")
+        self._lane = device.copier.lane("in", Rank.WEIGHTS)
         self._buffers: list[Buffer] = []
         self._left: list[weakref.ref[torch.UntypedStorage]] = []
         self._backward = -1
@@ -274,10 +274,10 @@ class WeightBuffers:
             buffer.storage, buffer.read = self._allocate()
             self._make_views(buffer)
             self._note_peak()
-        self._device.wait(self._in_stream, buffer.read)
+        self._lane.wait(buffer.read)
         targets, sources = [bytes_of(buffer.storage)[: layer.num_bytes]], [layer.region.tensor[: layer.num_bytes]]
-        self._device.copy(self._in_stream, targets, sources)
-        buffer.filled = self._device.record(self._in_stream)
+        self._lane.copy(targets, sources)
+        buffer.filled = self._lane.end()
         buffer.layer, buffer.versions, buffer.waited = layer, layer.versions(), None
         self.counters.layers[layer.number].in_bytes += layer.num_bytes
 

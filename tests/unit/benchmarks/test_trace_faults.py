@@ -77,7 +77,7 @@ STALL = "self._counters.add_stall(self._device.timed_wait"
     [
         (Offloader, "_drop", f"{STALL}(compute, handle.out_event))", "out_before_reuse"),
         (Reloader, "fetch", f"{STALL}(compute, handle.in_event))", "in_before_use"),
-        (Reloader, "_read", "self._device.wait(self.stream, handle.out_event)", "in_after_out"),
+        (Reloader, "_read", "self.lane.wait(handle.out_event)", "in_after_out"),
     ],
 )
 def test_a_wait_that_is_removed_is_found(

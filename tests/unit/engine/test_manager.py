@@ -403,7 +403,7 @@ class TestExceptions:
         def fail() -> None:
             raise OSError("the link is down")
 
-        engine.manager.offload.stream.enqueue(fail)
+        engine.manager.offload.lane.stream.enqueue(fail)
         with pytest.raises(SwapError, match="the link is down"):
             train_step(layers, one_after_the_other(1))
         engine.close()

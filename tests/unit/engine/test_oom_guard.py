@@ -427,7 +427,7 @@ def test_a_copy_out_that_is_held_up_is_waited_for() -> None:
     options = {"commit_bytes": 1, "window_bytes": 1 << 30, "ends_in_loss": False, "device": EmulatedDevice()}
     with Engine(layers, guarded=True, **options) as engine:
         held = HeldEvent()
-        engine.device.wait(engine.manager.offload.stream, held)
+        engine.device.wait(engine.manager.offload.lane.stream, held)
         loss = loss_of(forward(layers, batch()))
         opened = threading.Timer(0.2, held.open)
         opened.start()
@@ -441,9 +441,9 @@ def test_a_copy_out_that_failed_is_an_error_not_a_wrong_result() -> None:
     layers = stack(4)
     options = {"commit_bytes": 1, "window_bytes": 1 << 30, "ends_in_loss": False, "device": EmulatedDevice()}
     with Engine(layers, guarded=True, **options) as engine:
-        engine.manager.offload.stream.enqueue(lambda: 1 / 0)
+        engine.manager.offload.lane.stream.enqueue(lambda: 1 / 0)
         loss = loss_of(forward(layers, batch()))
         evict_everything(engine)
         with pytest.raises(SwapError, match="an emulated copy failed"):
             loss.backward()
-        engine.manager.offload.stream.failure = None
+        engine.manager.offload.lane.stream.failure = None

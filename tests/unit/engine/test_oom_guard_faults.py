@@ -73,7 +73,7 @@ def wrongs(
     held = HeldEvent()
     try:
         if held_copy_s:
-            engine.device.wait(engine.manager.offload.stream, held)
+            engine.device.wait(engine.manager.offload.lane.stream, held)
         for layer in layers:
             layer.in_backward = (lambda: evict_everything(engine)) if in_backward else None
         hidden = batch()

@@ -89,7 +89,7 @@ class TestWaits:
             return Result([loss.detach()], [parameter.grad for parameter in layers.parameters()])
 
         assert wrongs(forward_on_a_side_stream, device=LazyDevice(poison=False)) == []
-        plant_fault(monkeypatch, Reloader, "_read", "self._device.wait(self.stream, handle.out_event)", "pass")
+        plant_fault(monkeypatch, Reloader, "_read", "self.lane.wait(handle.out_event)", "pass")
         assert "different" in wrongs(forward_on_a_side_stream, device=LazyDevice(poison=False))
 
     def test_a_copy_out_waits_for_reads_of_its_slot_by_earlier_owners(self, monkeypatch: pytest.MonkeyPatch):

@@ -199,14 +199,15 @@ def test_copies_wait_for_the_work_that_wrote_their_source_or_used_their_target(s
 
 
 def test_a_copy_out_that_does_not_wait_for_compute_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    plant_fault(monkeypatch, Offloader, "_commit", "device.wait(self.stream, device.record(stream))", "pass")
+    wait = "self.lane.begin(*dict.fromkeys(handle.stream for handle in going))"
+    plant_fault(monkeypatch, Offloader, "_commit", wait, "pass")
     assert copies_wait_for_compute("main") == (False, True)
 
 
 def test_a_copy_in_that_does_not_wait_for_compute_is_noticed(monkeypatch: pytest.MonkeyPatch):
     plant_fault(
         monkeypatch, Reloader, "_reload",
-        "self._device.wait(self.stream, self._device.record(compute))", "pass",
+        "self.lane.begin(compute)", "pass",
     )  # fmt: skip
     assert copies_wait_for_compute("main") == (True, False)
 
