@@ -236,7 +236,7 @@ class Device(ABC):
 
 
 class Rank(IntEnum):
-    """What is copied, the most urgent first."""
+    """Owners of copies, the most urgent first."""
 
     WEIGHTS = 0  # of the layer that runs next
     ACTIVATIONS = 1  # of layers behind that
