@@ -235,7 +235,7 @@ class Device(ABC):
         """Wait for all copies, then release the streams and the guard's stream and event."""
 
 
-class Rank(IntEnum):
+class Owner(IntEnum):
     """Owners of copies, the most urgent first."""
 
     WEIGHTS = 0  # of the layer that runs next
@@ -244,26 +244,27 @@ class Rank(IntEnum):
 
 
 class Lane:
-    """The copies of one owner in one direction: ``begin``, then ``wait`` and ``copy`` as often as needed, then ``end``.
+    """The copies of one owner in one direction.
 
-    Copies of a more urgent rank that are enqueued already go first.
+    A copy needs an order behind the work before it: ``begin``, or ``wait`` for an event that is behind this work. Then
+    come ``copy`` and ``end``. Copies of more urgent owners that are enqueued already go first.
     """
 
-    def __init__(self, device: Device, stream: Stream, rank: Rank, last: dict[Rank, Event]) -> None:
+    def __init__(self, device: Device, stream: Stream, owner: Owner, last: dict[Owner, Event]) -> None:
         self.stream = stream  # its own: a wait of one owner must not hold back the copies of another
         self._device = device
-        self._rank = rank
-        self._last = last  # behind the copies that were enqueued last, by their rank; of this direction
+        self._owner = owner
+        self._last = last  # passes after the last copies of each owner in this direction
 
     def begin(self, *writers: Stream) -> None:
         """Let the coming copies start after the work enqueued so far on ``writers``; without any, on compute."""
         for writer in writers or (self._device.current_stream(),):
             self._device.wait(self.stream, self._device.record(writer))
-        for rank in Rank:
-            # All copies in one direction share one hardware queue. Without this wait a copy that need not wait for
-            # compute would pass these, and its 32 MiB pieces would take turns with theirs.
-            if rank < self._rank and rank in self._last:
-                self._device.wait(self.stream, self._last[rank])
+        for other in Owner:
+            # All copies in one direction share one hardware queue. Without this wait the 32 MiB pieces of these copies
+            # would take turns with pieces of more urgent ones.
+            if other < self._owner and other in self._last:
+                self._device.wait(self.stream, self._last[other])
 
     def wait(self, event: Event | None) -> None:
         """Let the coming copies start after ``event``, if there is one."""
@@ -276,7 +277,7 @@ class Lane:
 
     def end(self) -> Event:
         """Return an event that passes when all copies enqueued so far are complete."""
-        event = self._last[self._rank] = self._device.record(self.stream)
+        event = self._last[self._owner] = self._device.record(self.stream)
         return event
 
 
@@ -288,8 +289,8 @@ class Copier:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._last: dict[str, dict[Rank, Event]] = {"in": {}, "out": {}}
+        self._last: dict[str, dict[Owner, Event]] = {"in": {}, "out": {}}
 
-    def lane(self, direction: str, rank: Rank) -> Lane:
+    def lane(self, direction: str, owner: Owner) -> Lane:
         """Return a new lane. ``direction`` is ``in``, to the device, or ``out``."""
-        return Lane(self._device, self._device.copy_stream(direction), rank, self._last[direction])
+        return Lane(self._device, self._device.copy_stream(direction), owner, self._last[direction])

@@ -1,7 +1,8 @@
-"""Decides about each storage that autograd saves; nothing else does.
+"""Decides about each storage that may be offloaded or recomputed.
 
-An offload may be cancelled later. `offload` keeps a storage that has external references or was changed. `reload` keeps
-a storage that backward needs before its release.
+Parameters, tensors that are not plain and a layer that keeps everything never get here. An offload may be cancelled
+later: `offload` keeps a storage that has external references or was changed, `reload` one that backward needs before
+its release.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class StorageState(Enum):
 
     RESIDENT = auto()  # on the device; nothing has been copied
     OFFLOADING = auto()  # on the device; the copy to the tier is enqueued
-    KEPT = auto()  # on the device until the graph frees the storage: the offload was cancelled
-    # In the tier; the handle holds no device memory. After the last unpack, unpacked tensors hold it.
+    KEPT = auto()  # on the device until the graph frees the storage: never offloaded, or the offload was cancelled
+    # In the tier; the handle holds no device memory. Tensors that autograd unpacked may still hold a reloaded buffer.
     OFFLOADED = auto()
     RELOADING = auto()  # a device buffer exists and the copy into it is enqueued
     RELOADED = auto()  # in the device buffer; the compute stream has waited for the copy
@@ -203,7 +203,7 @@ class Handle:
     @property
     def num_owners(self) -> int:
         """Number of references to the storage that this handle holds: the storage object and each alias."""
-        # After a reload the aliases belong to the saved storage. They stay to detect changes.
+        # The aliases of a reloaded storage, where the guard evicted it, are on the memory before: they detect changes.
         return 1 if self.state in (StorageState.RELOADING, StorageState.RELOADED) else 1 + len(self.aliases)
 
     def bytes_view(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The activation engine's sequence of work at the beginning and end of each layer's forward and backward.
 
-Copies run on two streams and are ordered by events. ``offload.py`` and ``reload.py`` document their waits.
+Copies run on two lanes and are ordered by events. ``offload.py`` and ``reload.py`` document their waits.
 
 A manager serves one training thread. Autograd's device threads call it too, but only while that thread waits in
 ``backward``. Finalizers run on any thread: ``Handle.__del__`` says which objects they may touch.
@@ -94,7 +94,7 @@ class SwapManager:
 
     @untransformed
     def begin_backward(self, group: Group) -> None:
-        """Begin the backward of ``group``: reload its missing storages, prefetch later groups. Idempotent."""
+        """Begin the backward of ``group``: reload its missing storages, prefetch the groups that follow. Idempotent."""
         self.reload.begin_backward(group)
 
     def collect_if_empty(self) -> None:

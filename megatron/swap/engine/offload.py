@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.swap.common.types import MIB, Action, LayerPosition, Site, SwapError
-from megatron.swap.devices.base import Rank
+from megatron.swap.devices.base import Owner
 from megatron.swap.engine.checksum import checksum
 from megatron.swap.engine.decider import Decider
 from megatron.swap.engine.decision import Decision, Reason
@@ -49,7 +49,7 @@ class Offloader:
         verify: bool,
         on_full: Callable[[SwapError], None] | None,
     ) -> None:
-        self.lane = state.device.copier.lane("out", Rank.ACTIVATIONS)
+        self.lane = state.device.copier.lane("out", Owner.ACTIVATIONS)
         self._state = state
         self._device = state.device
         self._counters = state.counters

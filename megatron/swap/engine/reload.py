@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 
 from megatron.swap.common.types import SwapError
-from megatron.swap.devices.base import Rank, Stream
+from megatron.swap.devices.base import Owner, Stream
 from megatron.swap.engine.checksum import VerifyError, checksum
 from megatron.swap.engine.collector import end_delay
 from megatron.swap.engine.evict import Evictions
@@ -26,7 +26,7 @@ class Reloader:
     """Copies storages from the tier to the device, in the order in which backward needs them."""
 
     def __init__(self, state: SharedState, evictions: Evictions, observer: Observer | None = None) -> None:
-        self.lane = state.device.copier.lane("in", Rank.ACTIVATIONS)
+        self.lane = state.device.copier.lane("in", Owner.ACTIVATIONS)
         self._state = state
         self._device = state.device
         self._counters = state.counters
@@ -47,7 +47,7 @@ class Reloader:
         group.prefetched_bytes = 0
         late: list[Handle] = []
         for handle in group.in_backward_order():
-            if not self._cancel_offload(handle):
+            if not self._is_on_device(handle):
                 late.append(handle)
         self._counters.num_late += len(late)
         self._reload(late)
@@ -64,7 +64,7 @@ class Reloader:
         if handle.aliases:
             handle.aliases[index].check(str(handle.site))
         compute = self._device.current_stream()
-        if not self._cancel_offload(handle):
+        if not self._is_on_device(handle):
             self._counters.num_late += 1
             self._reload([handle])
         if handle.state is StorageState.RELOADING:
@@ -123,7 +123,7 @@ class Reloader:
                 # A cancelled offload counts too: its storage takes device memory until its backward.
                 prefetched_bytes += handle.num_bytes
                 group.prefetched_bytes += handle.num_bytes
-                if not self._cancel_offload(handle):
+                if not self._is_on_device(handle):
                     coming.append(handle)
         self._reload(coming, is_prefetch=True)
         self._expect()
@@ -132,13 +132,13 @@ class Reloader:
         """Refuse all later reloads."""
         self._is_closed = True
 
-    def _cancel_offload(self, handle: Handle) -> bool:
-        """Cancel the offload of ``handle``, which backward needs soon. Return False if it must be reloaded."""
+    def _is_on_device(self, handle: Handle) -> bool:
+        """Whether ``handle`` need not be reloaded. An offload that has not been released is cancelled."""
         self._evictions.reacquire(handle)
         if handle.state is StorageState.OFFLOADING:
             self._state.offloading.remove(handle)
             handle.move_to(StorageState.KEPT)
-            handle.free_slot()  # later writes into it are on the same stream, behind this copy
+            handle.free_slot()  # later writes into this slot are on the same stream, behind the copy
         elif handle.state is StorageState.RESIDENT:
             handle.move_to(StorageState.KEPT)
         return handle.state is not StorageState.OFFLOADED

@@ -186,9 +186,9 @@ class SavedTensors:
     ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
-        ``constants``: addresses of storages that are always kept (parameters). ``sources``: sites by the addresses of
-        storages. A storage that recomputation reads and nothing saves is saved there. The mapping grows while the layer
-        runs. ``make_packer`` makes the packer.
+        ``constants``: addresses of storages that are always kept (parameters). ``sources`` is given where operators are
+        followed, and packing must not be: it maps addresses of storages that recomputation reads to the sites at which
+        they are saved if autograd saves them nowhere, and grows while the layer runs. ``make_packer`` makes the packer.
         """
         self.must_run_once = False
         packer = (make_packer or LayerPacker)(self, where, constants, {} if sources is None else sources)

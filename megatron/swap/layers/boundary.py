@@ -52,7 +52,7 @@ class Runs(Protocol):
 class Boundary(BoundsLayer):
     """Replaces the ``forward`` of one layer by a function that handles the layer's saved tensors.
 
-    ``hooked`` is False for a layer that keeps everything: its boundary only marks the progress of backward.
+    ``hooked`` is False for a layer that keeps everything: its boundary counts what is kept, and marks the result.
     ``makes_operators``: the policy may recompute single operators, which are followed if they ``may_follow``; otherwise
     the framework's kernels record their outputs. ``alike`` tells which runs are not measured; by default all are.
     """

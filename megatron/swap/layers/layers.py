@@ -123,7 +123,7 @@ class Layers:
         self._runs |= planned
 
     def add(self, chunk: nn.Module) -> None:
-        """Put boundaries around the layers of ``chunk``, where they are known only now."""
+        """Put boundaries around the layers of ``chunk``. Nothing here: ``install`` had all layers."""
 
     def begin_forward(self) -> None:
         """Begin a forward of the model, before its first layer runs."""

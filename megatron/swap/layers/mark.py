@@ -1,4 +1,4 @@
-"""The mark behind a layer: tells when backward enters it."""
+"""Tells when backward enters a layer: a node of autograd on its result, or a hook of the nodes that are there."""
 
 from __future__ import annotations
 

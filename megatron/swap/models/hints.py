@@ -28,7 +28,7 @@ Undo = Callable[[], None]
 
 
 class ModelHints:
-    """Answers about a model with ``layers``.
+    """What a run needs to know of a model with ``layers``, and must do to it.
 
     Args:
         model: the whole model; ``None``: it is not known, so nothing is planned and steps are not counted.
@@ -124,7 +124,7 @@ class ModelHints:
         self, engine: Engine, policy: Policy, settings: Settings, errors: Errors, is_measuring: Callable[[], bool],
         has_room: Callable[[int], bool],
     ) -> Layers:  # fmt: skip
-        """Return the boundaries around the layers that are known; ``Layers.add`` puts others around.
+        """Return the layers with their boundaries. Where layers are known by chunk, ``Layers.add`` puts the boundaries in.
 
         Args:
             is_measuring: whether steps are measured now.

@@ -1,4 +1,4 @@
-"""Overlap of optimizer-state copies with layers: loads in the last backward, offloads in the next forward.
+"""Overlap of optimizer-state copies with layers: loads in the last backward, releases in the next forward.
 
 At each layer boundary state may use ``level - others`` bytes. ``level``: the most that everything else used at a
 boundary of the last step's forwards. ``others``: the bytes that it uses now. So overlap never raises the peak, and all

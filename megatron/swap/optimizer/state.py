@@ -82,8 +82,7 @@ class OptimizerState:
 
     def set_offloaded(self, offloaded: Collection[torch.Tensor]) -> None:
         """Offload the state of these parameters, and keep that of the others. Call this between steps."""
-        # Offloads come first, since they free device memory for the state that is kept.
-        for param_state in self.param_states:  # first offload, which frees device memory
+        for param_state in self.param_states:  # offload first: this frees device memory for the state that is kept
             if param_state.param in offloaded and param_state.param in self.kept:
                 self._offload(param_state)
         self._transfers.release_offloaded()

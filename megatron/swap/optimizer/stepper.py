@@ -38,7 +38,7 @@ class StepOptions:
     on_updated: OnUpdated = lambda *_: None
     """Called with new values on the device, also of parameters that are not offloaded."""
     measure_room: Callable[[], int] = lambda: 0
-    """Returns the device bytes that buckets may use now, and offloads still at the step's end."""
+    """Returns the device bytes that buckets may use now, and that copies to the host may still hold after the step."""
     tables: Sequence[Table] = ()  # as for ``PartialStep``
     scaled_types: Callable[[torch.Tensor], dict[str, torch.dtype]] | None = None
     """Names and types of a parameter's state, if the optimizer keeps scales by parameter. Such an optimizer steps whole
@@ -47,7 +47,7 @@ class StepOptions:
 
 
 class BucketLoader:
-    """Loads the buckets of one optimizer: remaining ones become pending (read from disk), loaded, then taken."""
+    """Loads the buckets of one optimizer. A bucket is pending (with a disk: being read), then loaded, then taken."""
 
     def __init__(self, transfers: StateTransfers) -> None:
         self._transfers = transfers

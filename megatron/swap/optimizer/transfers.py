@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.swap.common.rounding import round_up
-from megatron.swap.devices.base import ALIGNMENT_BYTES, Device, Event, Mark, Rank
+from megatron.swap.devices.base import ALIGNMENT_BYTES, Device, Event, Mark, Owner
 from megatron.swap.memory.disk_file import DiskRoom, padded
 from megatron.swap.memory.staging import NUM_AHEAD, DiskSpan, Fetched, Staging
 from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Span
@@ -77,7 +77,7 @@ class StateTransfers:
         # State on disk is copied in whole blocks.
         self._staged_bytes = padded(bucket_bytes)
         self._staging = None if memory.disk is None else Staging(memory.disk, memory.arena.take, bucket_bytes)
-        self._in, self._out = (device.copier.lane(direction, Rank.STATE) for direction in ("in", "out"))
+        self._in, self._out = (device.copier.lane(direction, Owner.STATE) for direction in ("in", "out"))
         self._offloads: deque[_Offload] = deque()
         self._offloading_shards: set[ParamShard] = set()
         self.num_ahead = 1 if memory.disk is None else NUM_AHEAD  # number of buckets that may be pending at once
@@ -247,7 +247,7 @@ class StateTransfers:
         return self.device_bytes - self.offloading_bytes
 
     def release_offloaded(self, max_bytes: int = 0) -> None:
-        """Release the device memory of offloads, oldest first, until at most ``max_bytes`` are left."""
+        """Release device memory whose copy to the host is enqueued, oldest first. At most ``max_bytes`` may stay."""
         offloading_bytes = self.offloading_bytes
         while self._offloads and offloading_bytes > max_bytes:
             oldest = self._offloads.popleft()

@@ -1,4 +1,4 @@
-"""Frozen weights in the autograd graph: a layer's backward gets them from host memory again.
+"""Frozen weights in the autograd graph: a layer's backward reads them from the buffer that then holds them.
 
 A linear layer's backward needs its weight. Autograd saves views of weights while the layer runs, when they are in a
 device buffer that the next layers take over. So saved-tensor hooks save which weight it was and the view's layout,

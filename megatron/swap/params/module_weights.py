@@ -75,10 +75,10 @@ def weights(
     host_gib: float | None = None,
     device: Device | None = None,
 ) -> WeightSwap:
-    """Offload the weights of ``layers`` to host memory, until the end of the ``with``, or ``close``.
+    """Offload the weights of ``layers`` to host memory, for inference, until the end of the ``with``, or ``close``.
 
-    With ``training`` only their frozen parameters (``requires_grad`` is False) are offloaded. Forward and backward
-    reload them a layer ahead; a checkpoint that recomputes a layer does too. Trained parameters (adapters) and buffers
+    With ``training`` the model trains, and only frozen parameters (``requires_grad`` is False) are offloaded. Forward and
+    backward reload them a layer ahead; a checkpoint that recomputes a layer does too. Trained parameters (adapters) and buffers
     stay on the device. Losses, gradients and trained weights are equal to the bit to a run without swapping.
 
     Args:

@@ -23,7 +23,7 @@ import torch
 
 from megatron.swap.common.counters import Counters
 from megatron.swap.common.types import SwapError
-from megatron.swap.devices.base import Device, Event, Rank, Stream, bytes_of
+from megatron.swap.devices.base import Device, Event, Owner, Stream, bytes_of
 from megatron.swap.engine.overrides import in_backward
 from megatron.swap.params.packed_weights import Layer
 
@@ -49,7 +49,7 @@ class Buffer:
     Attributes:
         storage: as long as the largest layer.
         num_owners: references to ``storage`` while only the buffer and its layers' views have any.
-        read: passes when compute has finished with the memory, while it is not in use; copies into it wait for that.
+        read: passes when compute has finished with the memory. Copies into the memory wait for that.
         filled: passes when the copy of ``layer`` is complete; compute waits for that.
         layer: the layer whose weights are here, or are being copied here.
         versions: version counters of its weights when they were copied.
@@ -92,7 +92,7 @@ class WeightBuffers:
         self.peak_bytes = 0
         self._device = device
         self._layers = layers
-        self._lane = device.copier.lane("in", Rank.WEIGHTS)
+        self._lane = device.copier.lane("in", Owner.WEIGHTS)
         self._buffers: list[Buffer] = []
         self._left: list[weakref.ref[torch.UntypedStorage]] = []
         self._backward = -1
@@ -165,7 +165,7 @@ class WeightBuffers:
         """
         buffer = self.holding(layer)
         if buffer is None or (not buffer.in_use and buffer.versions != layer.versions()):  # written since the copy
-            buffer = buffer or self._free()
+            buffer = buffer or self._free_buffer()
             if buffer is None:
                 raise SwapError(
                     f"{layer.name} begins while {NUM_BUFFERS} others run. Name no layers= that call each other. "
@@ -185,7 +185,7 @@ class WeightBuffers:
         return buffer
 
     def begin_forward(self, layer: Layer, use: Use) -> None:
-        """Point the weights of ``layer`` to a buffer, for which compute waits, until ``end_forward``.
+        """Point the weights of ``layer`` to a buffer, for which compute waits. In a backward they stay there.
 
         Raises:
             SwapError: all buffers hold layers that run, or others have moved the weights.
@@ -248,7 +248,7 @@ class WeightBuffers:
 
     def _prefetch_follower(self, layer: Layer, use: Use, buffer: Buffer) -> None:
         follower = self._after.get((self._before, self._now)) or self._listed(layer, use)
-        free = self._free()
+        free = self._free_buffer()
         if follower is None or free is None or free is buffer or self.holding(follower) is not None:
             return
         self._prefetch(follower, free)
@@ -260,7 +260,7 @@ class WeightBuffers:
         # After the last layer comes the next forward of an inference, or a backward of the last layers, which are here.
         return self._following.get(layer, self._layers[0] if use is Use.INFERENCE else None)
 
-    def _free(self) -> Buffer | None:
+    def _free_buffer(self) -> Buffer | None:
         """Return a buffer whose layer does not run; if possible not the last layer's, which compute may still read."""
         free: Iterable[Buffer] = (buffer for buffer in self._buffers if not buffer.is_running)
         return min(free, key=lambda buffer: buffer.layer is self._now[0], default=None)

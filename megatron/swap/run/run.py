@@ -59,8 +59,8 @@ class Run(NotCopied):
         self.settings = settings
         self.hints = hints
         self.run_device = run_device
-        # The parts that swap activations. None before the model is there, where saved tensors are not touched, and at
-        # the end.
+        # The parts that swap activations. None until the model is there, after `close`, and if no saved tensor is
+        # touched.
         self.parts: Parts | None = None
         self.optimizer_swap: OptimizerSwap | None = None  # offloads state; None as for `parts`, and without offload
         self.auto: AutoPlan | None = None  # plans while training; None if the policy is fixed

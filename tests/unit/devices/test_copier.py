@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.swap.devices.base import Lane, Rank
+from megatron.swap.devices.base import Lane, Owner
 from tests.logged_device import logged
 
 
@@ -14,10 +14,10 @@ def _copy(lane: Lane) -> None:
 
 def test_what_is_urgent_goes_first() -> None:
     device = logged()
-    weights, activations, state = (device.copier.lane("in", rank) for rank in Rank)
+    weights, activations, state = (device.copier.lane("in", owner) for owner in Owner)
     for lane, name in ((weights, "weights"), (activations, "activations"), (state, "state")):
         lane.stream.name = name
-    for lane in (state, weights, activations, state, weights, device.copier.lane("out", Rank.STATE)):
+    for lane in (state, weights, activations, state, weights, device.copier.lane("out", Owner.STATE)):
         _copy(lane)
     copy = "copies [8]"
     assert device.log == [

@@ -113,7 +113,7 @@ REFUSED = "RuntimeError: the out-of-memory guard evicted this saved tensor, and 
 def test_what_is_used_soon_is_reacquired(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrongs(in_backward=True) == []
     assert wrongs(in_backward=True, before_backward=False) == []
-    plant_fault(monkeypatch, Reloader, "_cancel_offload", "self._evictions.reacquire(handle)", "pass")
+    plant_fault(monkeypatch, Reloader, "_is_on_device", "self._evictions.reacquire(handle)", "pass")
     assert REFUSED in "".join(wrongs(in_backward=True, before_backward=False))
 
 
