@@ -124,7 +124,7 @@ class ModelHints:
         self, engine: Engine, policy: Policy, settings: Settings, errors: Errors, is_measuring: Callable[[], bool],
         has_room: Callable[[int], bool],
     ) -> Layers:  # fmt: skip
-        """Return the layers with their boundaries. Where layers are known by chunk, ``Layers.add`` puts the boundaries in.
+        """Return the layers with their boundaries. Layers that are known by chunk get them in ``Layers.add``.
 
         Args:
             is_measuring: whether steps are measured now.

@@ -77,9 +77,10 @@ def weights(
 ) -> WeightSwap:
     """Offload the weights of ``layers`` to host memory, for inference, until the end of the ``with``, or ``close``.
 
-    With ``training`` the model trains, and only frozen parameters (``requires_grad`` is False) are offloaded. Forward and
-    backward reload them a layer ahead; a checkpoint that recomputes a layer does too. Trained parameters (adapters) and buffers
-    stay on the device. Losses, gradients and trained weights are equal to the bit to a run without swapping.
+    With ``training`` the model trains, and only frozen parameters (``requires_grad`` is False) are offloaded. Forward
+    and backward reload them a layer ahead; a checkpoint that recomputes a layer does too. Trained parameters (adapters)
+    and buffers stay on the device. Losses, gradients and trained weights are equal to the bit to a run without
+    swapping.
 
     Args:
         module: the model. Its weights are on the device or on the CPU. Weights that are not offloaded are moved to the
