@@ -167,10 +167,15 @@ def test_a_budget_that_the_model_alone_exceeds_is_refused_before_the_first_step(
 def test_what_lies_between_steps_is_not_the_next_ones(
     between: Callable[[Training, float], None], reserves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training(CachingDevice(reserves), monkeypatch)
+    device = CachingDevice(reserves)
+    device.use(20.0)  # by building the model
+    training = Training(device, monkeypatch)
     assert training.step(10.0) == 10.0
+    device.num_retries = 2
     between(training, 14.0)
+    device.num_retries = 5
     assert training.step(10.0) == 10.0
+    assert device.take_retries() == 0
     between(training, 14.0)
     between(training, 9.0)
     assert training.step(11.0) == 11.0
@@ -198,12 +203,6 @@ def test_a_plans_window_is_followed_unless_the_user_chose_one(
     training.machine.plan = Plan(model(8), None, None, None, (), plans)
     training.step(10.0, is_short=True)
     assert training.windows == [None if expected is None else int(expected * GIB)]
-
-
-def test_what_building_the_model_took_is_not_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CachingDevice()
-    device.use(20.0)
-    assert Training(device, monkeypatch).step(10.0) == 10.0
 
 
 def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followed(
@@ -235,19 +234,6 @@ def test_a_step_is_not_judged_by_the_time_of_one_with_fewer_micro_batches(monkey
         training.step(11.0)
         known.append(training.steps[-1].ms is not None)
     assert known == [False, True, True, False, True, False, True]
-
-
-@pytest.mark.parametrize("between", [Training.evaluate, Training.save])
-def test_what_had_to_be_taken_again_between_steps_is_not_the_next_ones(
-    between: Callable[[Training, float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training(CachingDevice(), monkeypatch)
-    training.device.num_retries = 2
-    training.step(11.0)
-    between(training, 11.0)
-    training.device.num_retries = 5
-    training.step(11.0)
-    assert training.device.take_retries() == 0
 
 
 def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:

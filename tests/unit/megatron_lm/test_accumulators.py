@@ -18,15 +18,6 @@ def test_who_asks_later_gets_the_same_node() -> None:
     assert [node.variable for node in nodes] == list(module.parameters())
 
 
-def test_without_a_holder_it_is_another_one() -> None:
-    """The list of nodes exists to hold the first one."""
-    module = nn.Linear(2, 3)
-    first = node_of(module.weight)
-    first.metadata["mine"] = True  # type: ignore[attr-defined]
-    del first
-    assert "mine" not in node_of(module.weight).metadata  # type: ignore[attr-defined]
-
-
 def test_frozen_and_shared_parameters() -> None:
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
     second.weight = first.weight

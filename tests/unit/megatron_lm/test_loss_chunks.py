@@ -42,20 +42,16 @@ class Model(nn.Module):
         return labels, logits
 
 
-def test_other_logits_than_those_of_the_output_layer_are_megatrons() -> None:
-    model = Model(output_layer())
-    chunk_loss(model, lambda: 2)
+def test_nothing_is_left_on_the_model_and_other_logits_are_megatrons() -> None:
+    model, stage = Model(output_layer()), Model(None, post_process=False)
+    undo = chunk_loss(model, lambda: 2)
     logits = torch.zeros(1)
     assert model.compute_language_model_loss("labels", logits) == ("labels", logits)
-
-
-def test_nothing_is_left_on_the_model() -> None:
-    model = Model(output_layer())
-    undo = chunk_loss(model, lambda: 2)
     assert isinstance(model.output_layer(torch.zeros(3, 1, 4))[0], DeferredLogits)
     undo()
     assert "forward" not in vars(model.output_layer)
-    assert "compute_language_model_loss" not in vars(model)
+    chunk_loss(stage, lambda: 2)()
+    assert not any("compute_language_model_loss" in vars(one) for one in (model, stage))
 
 
 def test_generation_gathers_the_words_of_all_ranks() -> None:
@@ -68,10 +64,7 @@ def test_generation_gathers_the_words_of_all_ranks() -> None:
     )  # fmt: skip
 
 
-def test_a_stage_without_output_layer_is_left_alone() -> None:
-    model = Model(None, post_process=False)
-    chunk_loss(model, lambda: 2)()
-    assert "compute_language_model_loss" not in vars(model)
+
 
 
 @pytest.mark.parametrize(

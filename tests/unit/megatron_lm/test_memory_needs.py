@@ -50,15 +50,11 @@ def capacity(available_gib: float, ranks: int = 1) -> HostCapacity:
     return HostCapacity(24 * GIB, int(available_gib * GIB), None, 0, "", local_world_size=ranks)
 
 
-def test_the_figures_of_350m():
-    """In single precision 16 bytes a parameter, and 16 tensors as wide as the hidden state a layer."""
+def test_the_figures_of_350m() -> None:
+    """In single precision 16 bytes a parameter, and 16 tensors as wide as the hidden state a layer; on a GPU in bf16
+    18 bytes. Swapped activations leave the GPU, offloaded state too."""
     needs = memory_needs(facts(), ALL, on_gpu=False)
-    assert needs.model_bytes == 16 * PARAMS
-    assert needs.activation_bytes == LAYERS * 16 * TOKENS * WIDTH * 4
-
-
-def test_what_a_gpu_holds():
-    """18 bytes a parameter in bf16; swapped activations leave it, offloaded state too."""
+    assert (needs.model_bytes, needs.activation_bytes) == (16 * PARAMS, LAYERS * 16 * TOKENS * WIDTH * 4)
     args = facts(bf16=True, accumulate_allreduce_grads_in_fp32=True)
     assert memory_needs(args, ALL, on_gpu=True) == MemoryNeeds(18 * PARAMS)
     assert memory_needs(args, replace(ALL, optimizer=1.0), on_gpu=True) == MemoryNeeds(6 * PARAMS)
@@ -125,13 +121,10 @@ def test_a_cgroup_counts(tmp_path: Path):
         check_host(needs, safe_host_bytes(1, root=tmp_path), facts())
 
 
-def test_too_much_for_the_gpu():
+def test_too_much_for_the_gpu_and_the_line() -> None:
     check_device(MemoryNeeds(GIB), GIB)
     with pytest.raises(OutOfMemoryAhead, match=r"at least 80.00 GiB on each rank, and the GPU has 79.00 GiB. Offl"):
         check_device(MemoryNeeds(80 * GIB), 79 * GIB)
-
-
-def test_the_line():
     assert needs_line(MemoryNeeds(GIB, 2 * GIB), 16 * GIB) == (
         "at least 1.00 GiB for model and optimizer, 2.00 GiB for activations; there are 16.00 GiB"
     )

@@ -107,19 +107,6 @@ def test_a_method_that_this_megatron_lacks_is_an_error(method: str, monkeypatch:
     assert [set(vars(owner)) for owner in (optimizer, optimizer.optimizer)] == before
 
 
-def test_what_is_removed_can_be_installed_again() -> None:
-    optimizer, plain = megatrons_optimizer(), megatrons_optimizer()
-    adapted = adapted_by(swapped(optimizer))
-    adapted.remove()
-    adapted.remove()
-    adapted.install()
-    for number in range(2):
-        step(optimizer, number)
-        step(plain, number)
-    adapted.stepper.materialize()
-    assert all(map(torch.equal, params_of(optimizer), params_of(plain)))
-
-
 def test_after_training_broke_off_state_can_be_saved() -> None:
     """A script that catches the error saves: nothing has waited for copies, and Megatron's methods are its own
     again."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron.swap.common.plan import Model
 from megatron.swap.common.settings import Settings
@@ -29,17 +27,6 @@ def test_the_number_stays_from_the_first_forward_with_gradients_on() -> None:
     assert loss.num_chunks == 11
     model = replace(MODEL, seq_length=131072)
     assert loss.num_chunks == 11
-
-
-def test_a_given_number_needs_no_model() -> None:
-    def ask() -> Any:
-        pytest.fail("asked")
-
-    assert RunLoss(Settings(loss_chunks=7), ask, ask).num_chunks == 7
-
-
-def test_without_the_flag_no_model_is_touched() -> None:
-    run_loss().attach(nn.Linear(1, 1))()
 
 
 @pytest.mark.parametrize(
