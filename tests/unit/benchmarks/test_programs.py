@@ -58,40 +58,6 @@ def test_offloaded_checkpoints_change_no_loss(monkeypatch: pytest.MonkeyPatch) -
     assert packed
 
 
-# ------------------------------------------------------------------------------------------- other offloaders
-
-MODULE = """
-import torchao
-from torchao.dtypes.nf4tensor import NF4Tensor
-from torchtune.modules import TiedLinear
-from torchtune.utils import get_logger
-from contextlib import nullcontext as OffloadActivations
-log = get_logger("DEBUG")
-"""
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import offloaders
-
-    monkeypatch.setattr(offloaders.importlib.util, "find_spec", lambda name: None)
-    for library in offloaders.LIBRARIES:
-        with pytest.raises(ModuleNotFoundError, match=f"^{library} is not installed: pip install"):
-            offloaders.Offloader(library, torch.nn.Linear(1, 1))
-
-
-def test_one_file_of_torchtune_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import offloaders
-
-    folder = tmp_path / "torchtune" / "training"
-    folder.mkdir(parents=True)
-    (folder.parent / "__init__.py").write_text("raise AssertionError\n")
-    (folder / "_activation_offloading.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = {name for name in sys.modules if "torchtune" in name}
-    with offloaders.Offloader("torchtune", torch.nn.Linear(1, 1)).forward:
-        assert {name for name in sys.modules if "torchtune" in name} == before
-
-
 # ------------------------------------------------------------------------------------------- weights in host memory
 
 
@@ -119,13 +85,6 @@ def test_lora_does_not_depend_on_where_weights_are(capsys: pytest.CaptureFixture
     row = printed_row(capsys)
     assert (row["norms"], row["adapters"], row["host_gib"], row["stage"]) == ("torch", "q-v", 0.2, "stable")
     assert row["losses"][0] == pytest.approx(rows[0]["losses"][0], rel=1e-2)
-
-
-def test_layers_on_the_device_are_spread() -> None:
-    pytest.importorskip("transformers")
-    from benchmarks.large_model import evenly
-
-    assert [sorted(evenly(count, size)) for count, size in ((0, 4), (3, 10), (4, 4))] == [[], [0, 3, 6], [0, 1, 2, 3]]
 
 
 @pytest.mark.slow
