@@ -93,7 +93,7 @@ def plant_here(monkeypatch: pytest.MonkeyPatch, tree: Path, *faults: Fault) -> N
     monkeypatch.setattr(command, "facts", lambda: {"versions": {}, "machine": {}, "commit": "c", "link": None})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_results_are_written_resumed_and_run_again_on_request(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,7 +70,7 @@ def test_a_trial(tmp_path: Path) -> None:
     """A mutant is caught by the tests of its line, and is not tried twice."""
     command = [
         sys.executable, "-m", "benchmarks.faults.mutants", "--folders", "common/layer_ranges.py", "--size", "all",
-        "--tests", "tests/unit/common/test_layer_ranges.py", "--count", "1", "--output", str(tmp_path / "rows"),
+        "--tests", "tests/unit/common/test_settings.py", "--count", "1", "--output", str(tmp_path / "rows"),
     ]  # fmt: skip
     first, second = (
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()

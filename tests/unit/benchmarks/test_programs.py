@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import frameworks, plan_points
 from benchmarks.machine import ROOT
@@ -40,24 +39,6 @@ def test_any_model_computes_the_same_losses_with_every_method(tmp_path: Path) ->
     assert load_plan(str(tmp_path / "new" / "plan-1e-4.json")).predicted is not None
 
 
-@pytest.mark.slow
-def test_offloaded_checkpoints_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers.modeling_utils as loaded
-
-    packed: list[int] = []
-
-    class Counted(torch.autograd.graph.saved_tensors_hooks):
-        """Takes the place of ``save_on_cpu``, which cannot pin without a GPU."""
-
-        def __init__(self, pin_memory: bool, device_type: str) -> None:
-            super().__init__(lambda tensor: packed.append(tensor.nbytes) or tensor.clone(), lambda tensor: tensor)
-
-    monkeypatch.setattr(loaded, "save_on_cpu", Counted)
-    nothing, offload = measured("nothing", "offload")
-    assert nothing["losses"] == offload["losses"]
-    assert packed
-
-
 # ------------------------------------------------------------------------------------------- weights in host memory
 
 
@@ -65,7 +46,7 @@ def printed_row(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lora_does_not_depend_on_where_weights_are(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     from benchmarks import lora
@@ -87,7 +68,7 @@ def test_lora_does_not_depend_on_where_weights_are(capsys: pytest.CaptureFixture
     assert row["losses"][0] == pytest.approx(rows[0]["losses"][0], rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inference_decodes_the_same_tokens_with_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     from benchmarks import weights_inference
@@ -112,7 +93,7 @@ def trained(method: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_trainer_computes_the_same_losses_with_every_method() -> None:
     pytest.importorskip("accelerate")
     from benchmarks.trainer import WARM_UP

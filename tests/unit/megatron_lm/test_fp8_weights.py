@@ -18,7 +18,7 @@ from megatron.swap.megatron_lm.fp8_weights import PACKAGE, recompute_weights
 from megatron.swap.patches import registry, te_restored_weight
 from megatron.swap.trainer.command_line import swap_config
 from megatron.swap.trainer.fp8_weights import choose_fp8_weights
-from tests.unit.megatron_lm.test_loss_chunks import parsed
+from tests.megatron_args import parsed
 
 RECOMPUTE = "--swap-fp8-weights recompute"
 IN_8_BITS = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": False,

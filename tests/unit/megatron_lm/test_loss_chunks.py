@@ -14,7 +14,7 @@ from torch import nn
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.loss_chunks import DeferredLogits, chunk_loss
 from megatron.swap.trainer.command_line import swap_config
-from tests.unit.megatron_lm.test_arguments import parsed
+from tests.megatron_args import parsed
 
 
 def output_layer(num_ranks: int = 1, **more: Any) -> ColumnParallelLinear:
