@@ -15,12 +15,17 @@ from torch import nn
 
 from megatron.swap.autotune.controller import AutoPlan, PlanFiles
 from megatron.swap.autotune.state_machine import Stage, Transition
+from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.autotune.target import Output, PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step
 from megatron.swap.common.instrumentation import Ranges
-from megatron.swap.common.plan import Plan, load_plan
+from megatron.swap.common.plan import Model, Plan, load_plan
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.types import GIB, SwapError, UsageError
+from megatron.swap.common.types import GIB, LayerPosition, Site, SwapError, UsageError
+from megatron.swap.engine.decider import Decider
+from megatron.swap.engine.decision import Reason
+from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.release_budget import ReleaseBudget
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.planner.profile import Link
 from megatron.swap.planner.solve import solve
@@ -290,3 +295,25 @@ def test_of_a_pipeline_each_stage_writes_its_profile_and_rank_0_the_plan(rank: i
     files.save(Plan(model(8), None, None, None, ()), random_profile(1), {0: 1, 1: 2})
     written = {0: {"plan.json"}, 1: {"profile.stage-0.json"}, 2: {"profile.stage-1.json"}, 3: set()}
     assert {path.name for path in tmp_path.iterdir()} == written[rank]
+
+
+SMALL = torch.empty(99, dtype=torch.uint8).untyped_storage()
+PLAN = Plan(Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False), None, None, None, ())
+
+
+def reason_to_keep(policy: Policy) -> Reason:
+    decider = Decider(policy, ReleaseBudget(None))
+    return decider.decide(Site(0, "mlp", 0), SMALL, LayerPosition(0, 1, ends_in_loss=False)).reason
+
+
+@pytest.mark.parametrize("policy", [SafePolicy(100, ()), SwitchingPolicy(SafePolicy(100, ()), 100)])
+def test_a_small_storage_is_kept_for_its_size(policy: Policy) -> None:
+    assert reason_to_keep(policy) is Reason.BELOW_MIN_SIZE
+
+
+def test_a_plan_keeps_a_storage_whatever_its_size() -> None:
+    policy = SwitchingPolicy(SafePolicy(100, ()), 100)
+    policy.apply_plan(PLAN)
+    assert reason_to_keep(policy) is Reason.POLICY
+    policy.apply_plan(None)
+    assert reason_to_keep(policy) is Reason.BELOW_MIN_SIZE
