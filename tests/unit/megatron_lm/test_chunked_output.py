@@ -264,8 +264,11 @@ def test_without_gradients_they_are_the_whole_and_largest_ones_are_found_in_chun
     assert logits.shape == logits.size() == whole.shape
     assert [logits.size(dim) for dim in (0, 1, -1)] == [whole.size(dim) for dim in (0, 1, -1)]
     assert not hasattr(logits, "__len__")
-    for name, use in {"transpose": lambda: logits.transpose(0, 1), "max": lambda: logits.max(-1),
-                      "softmax": lambda: torch.softmax(logits, -1)}.items():  # fmt: skip  # type: ignore[call-overload]
+    uses: dict[str, Callable[[], Any]] = {
+        "transpose": lambda: logits.transpose(0, 1), "max": lambda: logits.max(-1),
+        "softmax": lambda: torch.softmax(logits, -1),  # type: ignore[call-overload]
+    }  # fmt: skip
+    for name, use in uses.items():  # in training
         with pytest.raises(UsageError, match=rf"uses its logits \({name}\) outside its own loss.* Drop --swap-loss"):
             use()
 
