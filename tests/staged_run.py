@@ -115,6 +115,17 @@ class Run:
         return seen
 
 
+    def at(self, saved_mib: float, number: int = 1) -> Stage:
+        """Run ``number`` steps that save so much. Return the stage behind them."""
+        self.saved_mib = saved_mib
+        self.steps(number)
+        return self.machine.stage
+
+    @property
+    def planned_mib(self) -> float | None:
+        return None if self.machine.planned is None else self.machine.planned.saved_mib
+
+
 def until_stable(run: Run) -> int:
     for _ in range(40):
         if run.machine.stage is Stage.STABLE:
@@ -127,3 +138,10 @@ def three(
     ms: Sequence[float] = (110.0, 105.0, 120.0), peaks: Sequence[float] = (9.0, 9.5, 9.0), **options: Any
 ) -> Run:
     return Run([a_plan("a"), a_plan("b"), a_plan("c")], ms, peaks, **options)
+
+
+def stable(**options: Any) -> Run:
+    """Return a run that has chosen its first plan."""
+    run = three(**options)
+    until_stable(run)
+    return run

@@ -1,4 +1,4 @@
-"""The trainer, recorded under the policy that a flag names. It writes a profile of two steps at the end."""
+"""The trainer, recorded as it keeps as little as it can. It writes a profile of two steps at the end."""
 
 # ruff: noqa: E402
 
@@ -21,39 +21,21 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.swap.autotune.switch import SafePolicy
 from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.types import MIB, PRODUCERS, Action, Site
-from megatron.swap.engine.policy import Policy
+from megatron.swap.common.types import MIB, PRODUCERS
 from megatron.swap.megatron_lm.attention import sdpa_layer_spec
 from megatron.swap.planner.profile import Device, Link, Pipeline, save_profile
 from megatron.swap.profiling.profile_builder import build_profile
 from megatron.swap.trainer.session import SwapSession
 from pretrain_gpt_swap import forward_step, provide_datasets
 
-WHAT = {"keep": Action.KEEP, "swap": Action.SWAP}
 FIRST, LAST = 2, 3
 """Steps that are recorded, the first and the last."""
-
-
-class Hooked(Policy):
-    """A policy that hooks all layers and does ``what`` with every site."""
-
-    def __init__(self, what: Action) -> None:
-        self._what = what
-
-    def swaps_layer(self, layer: int) -> bool:
-        return self._what is Action.SWAP
-
-    def recomputes_layer(self, layer: int) -> bool:
-        return True
-
-    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
-        return self._what
 
 
 class RecordingSession(SwapSession):
     def __init__(self, args: Namespace, config: Settings) -> None:
         super().__init__(args, config)
-        self.planned = replace(self.planned, policy=policy_of(args.record_policy, int(config.min_mib * MIB)))
+        self.planned = replace(self.planned, policy=SafePolicy(int(config.min_mib * MIB), PRODUCERS))
 
     def on_iteration(self, iteration: int, *others: Any) -> None:
         super().on_iteration(iteration, *others)
@@ -78,17 +60,8 @@ class RecordingSession(SwapSession):
             save_profile(profile, f"profile-{rank}.json")
 
 
-def policy_of(name: str, min_bytes: int) -> Policy:
-    return SafePolicy(min_bytes, PRODUCERS) if name == "safe" else Hooked(WHAT[name])
-
-
-def add_args(parser: Any) -> Any:
-    parser.add_argument("--record-policy", required=True, choices=[*WHAT, "safe"])
-    return add_swap_flags(parser)
-
-
 if __name__ == "__main__":
-    args = parse_and_validate_args(extra_args_provider=add_args)
+    args = parse_and_validate_args(extra_args_provider=add_swap_flags)
     model_config = gpt_config_from_args(args)
     model_config.transformer_layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask)
     RecordingSession.install(args, model_config)

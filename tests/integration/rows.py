@@ -212,8 +212,9 @@ ROWS: dict[str, Row] = {
     "ep2": Row(f"{MOE} --expert-model-parallel-size 2", ranks=2, peak=0.737),
     "tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.405, offloaded=536),
     "pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4,
-        peak=0.411, offloaded=497.5),
-    "ep2-dp2": Row(f"{EXPERTS_DP2} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.723),
+        peak=0.411, offloaded=497.5, is_nightly=True),
+    "ep2-dp2": Row(f"{EXPERTS_DP2} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.723,
+        is_nightly=True),
     # ------------------------------------------------------------------------------------- Megatron's recomputation
     "full": Row(f"{FULL} uniform --bf16 {DROPOUT}", WINDOW, num_inputs=2, is_short=True, peak=0.617, offloaded=4.5),
     "full-four": Row(f"{FULL} uniform --recompute-num-layers 4 --num-layers 16", WINDOW, num_inputs=1,

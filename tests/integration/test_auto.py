@@ -250,17 +250,3 @@ def test_a_length_that_no_plan_fits_is_trained_above_the_budget_and_the_next_one
     predicted = format_bytes(float(found[1]) * GIB)
     assert re.search(rf"predicted [\d.]+ ms and {re.escape(predicted)}\)", planning["stages"][5]["note"])
     assert planning["predicted_peak_gib"] <= budget_gib
-
-
-@pytest.mark.nightly
-def test_a_length_that_comes_rarely_is_trained_by_the_plan_before(trainer: Trainer) -> None:
-    """No long step comes while the planner records from step 13 on. At step 36 the plan before keeps as little as it
-    can."""
-    flags = "--train-iters 40 --lr-decay-iters 40 --lengths 12:32 1:64 22:32 1:64 4:32"
-    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
-    budget_gib = 0.45 * plain.summary["saved_peak_bytes"] / GIB
-    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=VARYING)
-    assert_same_training(plain, run)
-    assert "too rare to plan for: the plan is known" in run.output
-    assert stages(run) == ["profile", "search", "stable", "profile", "stable"]
-    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB

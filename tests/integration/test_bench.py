@@ -81,38 +81,3 @@ def test_the_quick_suite_interrupted_and_resumed(tmp_path: Path) -> None:
     assert table.count("| equal to the bit |") == 5
     assert output.with_suffix(".png").exists()
     assert processes_of(tmp_path) == []
-
-
-AUTOMATIC = ["auto-120%", "auto-60%"]
-
-
-NUM_STEPS = {"L6-h64": 17, "L6-h64-lengths": 38}
-
-
-@pytest.mark.nightly
-def test_the_quick_planner_suite(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    command = [*BENCH, "--suite", "quick-planner", "--output", str(output), "--method", "none", "ours-all", *AUTOMATIC]
-    env = {**os.environ, "TMPDIR": str(tmp_path), "SWAP_COMMIT": "c0ffee"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {(row["case"], row["method"]): row for row in read_rows(output)}
-    assert len(rows) == 3 + len(AUTOMATIC) * 3 // 2
-    for (case, method), row in rows.items():
-        assert row["outcome"] == "ok", row["output_tail"]
-        assert row["losses_equal"] is True, (case, method)
-        assert len(row["losses"]) == NUM_STEPS[case], "all that the longest method takes are compared"
-        if method in AUTOMATIC:
-            assert f"--swap-memory-gib {row['budget_gib']:.6f}" in row["flags"]
-            assert row["saved_peak_gib"] <= row["budget_gib"]
-            assert row["predicted_peak_gib"] <= row["budget_gib"]
-            assert row["swapped_out_bytes"] == 0 or method == "auto-60%"
-            assert row["num_replans"] >= (1 if case == "L6-h64-lengths" else 0)
-    unswapped, shorter, swapped = (
-        rows["L6-h64", "none"], rows["L6-h64-lengths", "none"], rows["L6-h64-lengths", "ours-all"],
-    )  # fmt: skip
-    assert swapped["saved_peak_gib"] < shorter["saved_peak_gib"] == unswapped["saved_peak_gib"], "the longest counts"
-    assert unswapped["losses"] == shorter["losses"][:17], "the first stretch is as long as without a schedule"
-    assert (unswapped["tokens_per_step"], shorter["tokens_per_step"]) == (256, 128)
-    assert output.with_suffix(".png").exists(), "what autograd held is a peak"
-    assert processes_of(tmp_path) == []

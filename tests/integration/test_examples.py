@@ -51,40 +51,6 @@ def test_cnn(tmp_path: Path) -> None:
         assert len(set(losses.split()[1:4])) == 3, "it does not train"
 
 
-def test_checkpointing_of_hugging_face_layers() -> None:
-    """The checkpoint is inside the layers' forward, so the layers' input is swapped."""
-    transformers = pytest.importorskip("transformers", reason="requirements-dev.txt has it")
-    torch = pytest.importorskip("torch")
-    from megatron import swap
-
-    def train(swaps: bool) -> tuple[list[float], int]:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            num_hidden_layers=6, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=256
-        )
-        model = transformers.LlamaForCausalLM(config).train()
-        model.activation_checkpointing_enable()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        tokens = torch.randint(256, (2, 64))
-        losses = []
-        swapped = swap.activations(model, min_mib=0, cpu_delay_ms=0.5) if swaps else None
-        for _ in range(3):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        if swapped is None:
-            return losses, 0
-        swapped.close()
-        return losses, swapped.stats().in_bytes
-
-    plain, _ = train(swaps=False)
-    losses, in_bytes = train(swaps=True)
-    assert losses == plain
-    assert in_bytes >= 2 * 2 * 64 * 64 * 4, "a layer's input at least, twice"
-
-
 SCRIPT = ROOT / "examples" / "pretrain_gpt_swap.sh"
 MOST_RISE = 0.3
 """Largest rise of a loss above the lowest one before it: the noise of batches is 0.12 here, a spike was 1.3."""
@@ -126,19 +92,10 @@ def test_the_first_command() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_dataset_that_is_not_there(ranks: str) -> None:
+def test_a_dataset_that_is_not_there() -> None:
     """One paragraph, of each rank, which torchrun quotes."""
-    status, screen = screen_of("--swap-layers", "0-23", DATA_PATH="/nowhere/x", NUM_GPUS=ranks)
+    status, screen = screen_of("--swap-layers", "0-23", DATA_PATH="/nowhere/x", NUM_GPUS="2")
     assert status == 1
     found = [line for line in screen if line.startswith("error: --data-path /nowhere/x: there is no /nowhere/x.idx")]
-    assert len(found) == int(ranks), screen
-    assert ranks != "1" or screen[-1] == found[0]
+    assert len(found) == 2, screen
     assert not any("Traceback" in line for line in screen[: screen.index(found[0])])
-
-
-@pytest.mark.slow
-def test_a_preset_that_this_machine_cannot_hold() -> None:
-    status, screen = screen_of("--swap-layers", "0-23", "--micro-batch-size", "65536", "--global-batch-size", "65536")
-    assert status == 1
-    assert "error: this run needs at least" in screen[-1], screen

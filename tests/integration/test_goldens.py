@@ -380,57 +380,20 @@ def test_rows_of_the_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.short
-class TestAPlantedDifferenceIsFound:
-    @staticmethod
-    def parser(**changes: Any) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(add_help=False)
-        options = {"type": float, "default": 1.0, **changes}
-        parser.add_argument(*options.pop("names", ("--swap-min-mib",)), **options)
-        return parser
-
-    @pytest.mark.parametrize(
-        ("changes", "said"),
-        [
-            ({"default": 2.0}, ["--swap-min-mib: default was 1.0, is 2.0"]),
-            ({"nargs": "+"}, ["--swap-min-mib: nargs was None, is '+'", "--swap-min-mib: type was 'float', is 'list'"]),
-            ({"choices": [1.5, 1.0]}, ["--swap-min-mib: choices was None, is [1.5, 1.0]"]),
-            ({"type": str}, ["--swap-min-mib: type was 'float', is 'str'"]),
-            ({"names": ["--swap-least-mib"]}, ["--swap-min-mib is gone"]),
-            ({"names": ["--swap-least-mib", "--swap-min-mib"]}, []),
-        ],
-    )
-    def test_in_a_flag(self, changes: dict[str, Any], said: list[str]) -> None:
-        before = flags_of(self.parser(default=1.0))
-        assert changed_flags(before, flags_of(self.parser(**changes))) == said
-
-    def test_in_our_flags(self) -> None:
-        before, now = golden("flags"), golden("flags")
-        now["--swap-new"] = {**now["--swap-layers"], "options": ["--swap-new"]}
-        assert changed_flags(before, now) == []
-        now["--swap-layers"]["default"] = "all"
-        del now["--swap-plan"]
-        assert changed_flags(before, now) == ["--swap-layers: default was 'none', is 'all'", "--swap-plan is gone"]
-
-    def test_in_keys(self) -> None:
-        before = {"summary": keys({"a": 1, "layers": [{"layer": 0, "mlp/0": {"mib": 1}}, {"3": None}]})}
-        assert before == {"summary": ["a", "layers", "layers[].*", "layers[].*.mib", "layers[].layer"]}
-        now = {"summary": keys({"b": 1, "layers": [{"layer": 0, "mlp.linear_fc1/0": {"mib": 1}}]})}
-        assert differences(before, before) == []
-        assert differences(before, now) == ["summary: a is gone", "summary: b is new"]
-        assert differences(before, {}) == ["summary is gone"]
-
-    def test_in_a_range(self) -> None:
-        name = "copy_out layers.3/mlp.linear_fc1/0 mb0 134217728"
-        assert general(name) == "copy_out layers.N/PATH/N mbN N"
-        assert general("swap_out layers.3 mb0 1.50 GiB") == general("swap_out layers.12 mb1 412 MiB")
-        said = differences(golden("ranges"), sorted({*golden("ranges"), "copy_away layers.N mbN"} - {general(name)}))
-        assert said == ["copy_out layers.N/PATH/N mbN N is gone", "copy_away layers.N mbN is new"]
-
-    def test_in_an_import_and_in_a_name(self) -> None:
-        assert gone(golden("imports"), golden("imports")[1:]) == [f"{golden('imports')[0]} is gone"]
-        now = golden("names")
-        del now["suites"]["quick"]["L6-h64"][0]
-        assert gone(golden("names"), now) == ["suites: quick: L6-h64: none is gone"]
+def test_a_planted_difference_is_found() -> None:
+    before, now = golden("flags"), golden("flags")
+    now["--swap-new"] = {**now["--swap-layers"], "options": ["--swap-new"]}
+    assert changed_flags(before, now) == []
+    now["--swap-layers"]["default"] = "all"
+    del now["--swap-plan"]
+    assert changed_flags(before, now) == ["--swap-layers: default was 'none', is 'all'", "--swap-plan is gone"]
+    one = {"summary": keys({"a": 1, "layers": [{"layer": 0, "mlp/0": {"mib": 1}}, {"3": None}]})}
+    assert one == {"summary": ["a", "layers", "layers[].*", "layers[].*.mib", "layers[].layer"]}
+    other = {"summary": keys({"b": 1, "layers": [{"layer": 0, "mlp.linear_fc1/0": {"mib": 1}}]})}
+    assert differences(one, one) == []
+    assert differences(one, other) == ["summary: a is gone", "summary: b is new"]
+    assert general("copy_out layers.3/mlp.linear_fc1/0 mb0 134217728") == "copy_out layers.N/PATH/N mbN N"
+    assert general("swap_out layers.3 mb0 1.50 GiB") == general("swap_out layers.12 mb1 412 MiB")
 
 
 def write() -> None:

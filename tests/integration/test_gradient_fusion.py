@@ -90,14 +90,10 @@ def test_gradients_of_16_bits(trainer: Trainer) -> None:
 
 
 @needs_no_kernel
-def test_megatrons_flag_switches_it_off(trainer: Trainer) -> None:
-    run = trainer.run(f"--bf16 {SWAP_SMALL} --swap-layers all", program=TE_FUSING)
-    assert num_added(run) == set()
-
-
-@needs_no_kernel
-@pytest.mark.parametrize("program", ["pretrain_gpt_swap.py", "tests/integration/provider_script.py"])
-@pytest.mark.parametrize("swap", ["", "--swap-layers all"])
+@pytest.mark.parametrize(
+    ("program", "swap"),
+    [("pretrain_gpt_swap.py", ""), ("tests/integration/provider_script.py", "--swap-layers all")],
+)
 def test_without_a_kernel_the_flag_to_add_is_named(trainer: Trainer, program: str, swap: str) -> None:
     run = trainer.failing(f"{DEFAULT} {swap}", program=Path(__file__).parents[2] / program)
     assert "Traceback" not in run.output, run.tail

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integration.harness import ROOT, SWAP_SMALL, Run, Trainer, arguments, load_checkpoint, recorded
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, load_checkpoint, recorded
 from tests.integration.rows import BF16, DISTRIBUTED, ON_DISK
 
 
@@ -86,13 +84,3 @@ def test_two_ranks_share_the_state(trainer: Trainer) -> None:
         rests += found["optimizer"]["host_bytes"]
         assert_booked(run, rank)
     assert rests == 6 * weights
-
-
-def test_beside_what_was_predicted(trainer: Trainer) -> None:
-    """One command compares them. It accepts the run's own flags, as far as it knows the layers."""
-    run = trainer.run(f"{BF16} {SWAP_SMALL} --swap-optimizer 1 {recorded('torch')}")
-    command = [sys.executable, "tools/plan.py", "--gpu", "h200", "--summary", str(run.directory / "summary.json"), "--"]
-    flags = arguments(f"{BF16} --swap-optimizer 1 --transformer-impl transformer_engine")
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "memory       device GiB  measured  host GiB  measured  disk GiB  measured" in done.stdout

@@ -41,14 +41,6 @@ def test_a_planner_beside_it(trainer: Trainer) -> None:
     assert run.summary["planning"]["stages"][-1]["stage"] == "stable", run.tail
 
 
-def test_without_the_flag_a_planner_says_what_it_would_save(trainer: Trainer) -> None:
-    flags = f"--bf16 --seq-length 1024 --max-position-embeddings 1024 --vocab-size 2047 {SWAP_SMALL} --train-iters 1"
-    run = trainer.live(f"{flags} --swap-memory-gib 0.5")
-    assert re.search(r"swap: the loss takes .* --swap-loss-chunks 8 would take .* compute the logits twice", run.output)
-    assert "so only the flag does it" in run.output
-    assert "would take" not in trainer.live(f"{flags} --swap-layers all").output
-
-
 @pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights"], ids=["tied", "untied"])
 def test_fused_weight_gradients(trainer: Trainer, flags: str) -> None:
     """Each chunk is added to ``main_grad`` once, and the wrapper's hooks see one gradient of the weight."""

@@ -172,12 +172,6 @@ def test_none_installs_nothing(trainer: Trainer, tmp_path: Path) -> None:
     assert_same_checkpoints(run.directory / "checkpoint", trainer.unswapped(saved="torch").directory / "checkpoint")
 
 
-def test_the_probe_sees_what_swapping_installs(trainer: Trainer, tmp_path: Path) -> None:
-    run = trainer.run(SWAP, program=probe(tmp_path, LOOK))
-    assert "'train', 'training_log'" in run.output, run.tail
-    assert "PROBE 0" not in run.output
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_breaks_off(trainer: Trainer, tmp_path: Path, ranks: int) -> None:
     """The user's error is printed unchanged, no process waits, and no summary reports success."""

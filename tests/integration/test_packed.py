@@ -21,7 +21,7 @@ from tests.integration.harness import (
     assert_swapped,
     recorded,
 )
-from tests.integration.rows import FULL, FUSED_LLAMA, HIDDEN_BYTES, TENSOR
+from tests.integration.rows import FULL, FUSED_LLAMA, TENSOR
 from tests.integration.test_fp8 import MODEL, SMALL
 from tools.indexed_text import BYTE_LEVEL_FLAGS, write_byte_level
 
@@ -95,14 +95,6 @@ def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: st
     assert (run.summary["recomputed_bytes"] > 0) == ("--swap-recompute" in swap)
     assert run.summary["num_late"] == 0
     assert not [line for line in run.summary["recompute_refused"] if "different bits" in line]
-
-
-def test_rotary_embeddings_are_recomputed(trainer: Trainer, documents: str) -> None:
-    """Queries and keys, from linear_qkv's output, the angles and the documents' lengths."""
-    plain, run = pair(trainer, f"{documents} {FLAG}", "--swap-layers none --swap-recompute rotary")
-    assert_same_training(plain, run)
-    assert run.summary["recomputed_bytes"] == 2 * 8 * 2 * HIDDEN_BYTES
-    assert run.summary["recompute_refused"] == []
 
 
 def test_documents_are_what_masks_would_make_them(trainer: Trainer, documents: str) -> None:

@@ -11,18 +11,9 @@ from tests.integration.harness import (
     assert_same_checkpoints,
     assert_same_training,
     assert_swapped,
-    load_checkpoint,
     recorded,
 )
-from tests.integration.rows import ALL, TENSOR
-
-
-def test_modules(trainer: Trainer) -> None:
-    """The fewer modules, the fewer bytes."""
-    modules = ("core_attention", "mlp", "mlp core_attention")
-    alone = [trainer.live(f"{SWAP_SMALL} {ALL} --swap-modules {names}") for names in modules]
-    moved = [run.summary["swapped_out_bytes"] for run in (*alone, trainer.live(f"{SWAP_SMALL} {ALL}"))]
-    assert 0 < moved[0] < moved[1] < moved[2] == moved[0] + moved[1] < moved[3]
+from tests.integration.rows import ALL, INTERPOLATED, TENSOR, YARN
 
 
 def test_what_others_hold_stays(trainer: Trainer) -> None:
@@ -31,16 +22,6 @@ def test_what_others_hold_stays(trainer: Trainer) -> None:
     _, run = trainer.pair("", flags)
     assert run.summary["stayed_bytes"] > 0
     assert run.summary["swapped_out_bytes"] == 0
-
-
-def test_checkpoints_of_the_distributed_format(trainer: Trainer) -> None:
-    """``torch.distributed.checkpoint`` saves them, and the compared values are really in them."""
-    plain = trainer.unswapped(saved="torch_dist")
-    run = trainer.run(f"{SWAP_SMALL} {ALL} {recorded('torch_dist')}")
-    assert_same_training(plain, run)
-    names = "\n".join(load_checkpoint(run.directory / "checkpoint"))
-    assert "optimizer.state.exp_avg_sq" in names
-    assert "mlp.linear_fc1.weight" in names
 
 
 def test_by_torchrun(trainer: Trainer) -> None:
@@ -90,3 +71,19 @@ def test_the_planner_measures_host_memory_not_the_disk_behind_it(trainer: Traine
     _, run = trainer.pair(flags, "--swap-memory-gib 0.5 --swap-disk-dir . --swap-host-gib 0.5")
     assert run.summary["disk_booked_bytes"] == 0
     assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
+
+
+def test_every_flag_changes_the_positions(trainer: Trainer) -> None:
+    """A flag that has no effect would make the tests above pass too."""
+    singles = ["", "--use-rope-scaling", "--rotary-base 500000", "--rotary-percent 0.5", "--rotary-interleaved",
+               INTERPOLATED, YARN, f"{YARN} --mscale 0.7"]  # fmt: skip
+    losses = [tuple(trainer.unswapped(flags).summary["losses"]) for flags in singles]
+    assert len(set(losses)) == len(singles)
+
+
+def test_a_scaling_that_megatron_ignores_is_told(trainer: Trainer) -> None:
+    scaled = trainer.unswapped("--use-rope-scaling")
+    run = trainer.live("--use-rope-scaling --rope-scaling-factor 32")
+    assert "swap: --rope-scaling-factor 32 has no effect: Megatron's trainer scales by 8." in run.output
+    assert "--rope-scaling-factor" not in scaled.output.split("swap:")[-1]
+    assert run.summary["losses"] == scaled.summary["losses"]

@@ -15,12 +15,17 @@ from torch import nn
 
 from megatron.swap.autotune.controller import AutoPlan, PlanFiles
 from megatron.swap.autotune.state_machine import Stage, Transition
+from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.autotune.target import Output, PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step
 from megatron.swap.common.instrumentation import Ranges
-from megatron.swap.common.plan import Plan, load_plan
+from megatron.swap.common.plan import Model, Plan, load_plan
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.types import GIB, SwapError, UsageError
+from megatron.swap.common.types import GIB, LayerPosition, Site, SwapError, UsageError
+from megatron.swap.engine.decider import Decider
+from megatron.swap.engine.decision import Reason
+from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.release_budget import ReleaseBudget
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.planner.profile import Link
 from megatron.swap.planner.solve import solve
@@ -167,10 +172,15 @@ def test_a_budget_that_the_model_alone_exceeds_is_refused_before_the_first_step(
 def test_what_lies_between_steps_is_not_the_next_ones(
     between: Callable[[Training, float], None], reserves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training(CachingDevice(reserves), monkeypatch)
+    device = CachingDevice(reserves)
+    device.use(20.0)  # by building the model
+    training = Training(device, monkeypatch)
     assert training.step(10.0) == 10.0
+    device.num_retries = 2
     between(training, 14.0)
+    device.num_retries = 5
     assert training.step(10.0) == 10.0
+    assert device.take_retries() == 0
     between(training, 14.0)
     between(training, 9.0)
     assert training.step(11.0) == 11.0
@@ -198,12 +208,6 @@ def test_a_plans_window_is_followed_unless_the_user_chose_one(
     training.machine.plan = Plan(model(8), None, None, None, (), plans)
     training.step(10.0, is_short=True)
     assert training.windows == [None if expected is None else int(expected * GIB)]
-
-
-def test_what_building_the_model_took_is_not_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CachingDevice()
-    device.use(20.0)
-    assert Training(device, monkeypatch).step(10.0) == 10.0
 
 
 def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followed(
@@ -235,19 +239,6 @@ def test_a_step_is_not_judged_by_the_time_of_one_with_fewer_micro_batches(monkey
         training.step(11.0)
         known.append(training.steps[-1].ms is not None)
     assert known == [False, True, True, False, True, False, True]
-
-
-@pytest.mark.parametrize("between", [Training.evaluate, Training.save])
-def test_what_had_to_be_taken_again_between_steps_is_not_the_next_ones(
-    between: Callable[[Training, float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training(CachingDevice(), monkeypatch)
-    training.device.num_retries = 2
-    training.step(11.0)
-    between(training, 11.0)
-    training.device.num_retries = 5
-    training.step(11.0)
-    assert training.device.take_retries() == 0
 
 
 def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,3 +295,25 @@ def test_of_a_pipeline_each_stage_writes_its_profile_and_rank_0_the_plan(rank: i
     files.save(Plan(model(8), None, None, None, ()), random_profile(1), {0: 1, 1: 2})
     written = {0: {"plan.json"}, 1: {"profile.stage-0.json"}, 2: {"profile.stage-1.json"}, 3: set()}
     assert {path.name for path in tmp_path.iterdir()} == written[rank]
+
+
+SMALL = torch.empty(99, dtype=torch.uint8).untyped_storage()
+PLAN = Plan(Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False), None, None, None, ())
+
+
+def reason_to_keep(policy: Policy) -> Reason:
+    decider = Decider(policy, ReleaseBudget(None))
+    return decider.decide(Site(0, "mlp", 0), SMALL, LayerPosition(0, 1, ends_in_loss=False)).reason
+
+
+@pytest.mark.parametrize("policy", [SafePolicy(100, ()), SwitchingPolicy(SafePolicy(100, ()), 100)])
+def test_a_small_storage_is_kept_for_its_size(policy: Policy) -> None:
+    assert reason_to_keep(policy) is Reason.BELOW_MIN_SIZE
+
+
+def test_a_plan_keeps_a_storage_whatever_its_size() -> None:
+    policy = SwitchingPolicy(SafePolicy(100, ()), 100)
+    policy.apply_plan(PLAN)
+    assert reason_to_keep(policy) is Reason.POLICY
+    policy.apply_plan(None)
+    assert reason_to_keep(policy) is Reason.BELOW_MIN_SIZE

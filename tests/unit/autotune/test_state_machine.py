@@ -12,10 +12,37 @@ from megatron.swap.autotune.change_detector import (
     PATIENCE_SLOWER,
     PATIENCE_SMALLER,
 )
-from megatron.swap.autotune.state_machine import MAX_WIDENINGS, SETTLING_STEPS, TIMED_STEPS, Stage
+from megatron.swap.autotune.state_machine import (
+    MAX_WIDENINGS,
+    SETTLING_STEPS,
+    TIMED_STEPS,
+    Measurement,
+    Stage,
+    Transition,
+)
 from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.plan import Infeasible, Plan
-from tests.staged_run import BUDGET_GIB, PROFILED, RECORDED, Run, a_plan, three, until_stable
+from tests.staged_run import BUDGET_GIB, PROFILED, RECORDED, Run, a_plan, stable, three, until_stable
+
+
+def test_one_value_says_all_that_follows_from_a_step() -> None:
+    run = Run([a_plan("a"), a_plan("b")], (110.0, 105.0), (9.0, 9.0))
+    until_stable(run)
+    a, b = run.plans
+    profile = [
+        Measurement.RECORD, Measurement.RECORD, Measurement.FINISH_RECORDING,
+        Measurement.TIME, Measurement.TIME, Measurement.TIME,
+    ]  # fmt: skip
+    search = "search from step 8: plans to try: 2 (predicted to hold 9.00 GiB at most)"
+    chosen = "stable from step 12: plan 2 of 2, 105.0 ms and 9.00 GiB (predicted 100.0 ms and 9.00 GiB)"
+    assert run.transitions == [
+        *(Transition(Stage.PROFILE, measurement=measurement) for measurement in profile),
+        Transition(Stage.SEARCH, a, is_new_plan=True, lines=(search,)),
+        Transition(Stage.SEARCH, a),
+        Transition(Stage.SEARCH, b, is_new_plan=True),
+        Transition(Stage.SEARCH, b),
+        Transition(Stage.STABLE, b, is_settled=True, lines=(chosen,)),
+    ]
 
 
 class TestFirstPlan:
@@ -30,11 +57,9 @@ class TestFirstPlan:
         run = three()
         seen = run.steps(PROFILED + 3 * (SETTLING_STEPS + 1) + 1)
         assert seen == [Stage.PROFILE] * PROFILED + [Stage.SEARCH] * 6 + [Stage.STABLE]
-        assert run.recorded == [2, 3]
-        assert run.timed == [5, 6, 7]
+        assert (run.recorded, run.timed) == ([2, 3], [5, 6, 7])
         assert run.machine.plan is run.plans[1]
-        assert run.budgets == [BUDGET_GIB]
-        assert run.machine.num_replans == 0
+        assert (run.budgets, run.machine.num_replans) == ([BUDGET_GIB], 0)
         assert "plan 2 of 3, 105.0 ms and 9.50 GiB (predicted 100.0 ms and 9.00 GiB)" in run.said[-1]
 
     @pytest.mark.parametrize("settling_steps", [1, 2, 3])
@@ -48,12 +73,10 @@ class TestFirstPlan:
         assert run.number == PROFILED + 3 * (settling_steps + 1)
         assert run.machine.num_steps_needed == run.number + MAX_WIDENINGS * (settling_steps + 1)
 
-    def test_a_plan_above_the_budget_loses(self) -> None:
+    def test_a_plan_above_the_budget_or_with_which_the_device_is_full_loses(self) -> None:
         run = three(peaks=(9.0, 10.1, 9.0))
         until_stable(run)
         assert run.machine.plan is run.plans[0]
-
-    def test_a_plan_with_which_the_device_is_full_loses(self) -> None:
         run = three()
         run.full = [run.plans[1]]
         until_stable(run)
@@ -75,6 +98,7 @@ class TestFirstPlan:
     def test_nothing_is_tried_where_nothing_has_to_move(self) -> None:
         run = Run([a_plan("a", "keep")], [100.0], [9.0])
         assert until_stable(run) == PROFILED
+        assert run.transitions[-1].is_new_plan, "layers have run whole"
         assert "above the need" in run.said[-1]
 
     def test_if_all_are_above_the_budget_the_solver_gets_less_by_what_it_was_wrong(self) -> None:
@@ -86,8 +110,7 @@ class TestFirstPlan:
         assert run.machine.num_replans == 1
 
     def test_what_cannot_be_tightened_any_more_is_said_and_the_lowest_peak_kept(self) -> None:
-        run = three(peaks=(10.5, 10.25, 10.5))
-        until_stable(run)
+        run = stable(peaks=(10.5, 10.25, 10.5))
         assert run.budgets == [10.0, 8.75, 8.5, 8.25]
         assert run.machine.plan is run.plans[1]
         assert "stays 256 MiB above the budget" in run.said[-1]
@@ -98,8 +121,7 @@ class TestFirstPlan:
                 raise Infeasible(f"no plan stays below {budget_gib}", 9.5)
             return run.make_plans(workload, budget_gib)
 
-        run = three(peaks=(10.5, 10.25, 10.5), make_plans=fits_once)
-        until_stable(run)
+        run = stable(peaks=(10.5, 10.25, 10.5), make_plans=fits_once)
         assert run.machine.plan is run.plans[1]
         assert "stays 256 MiB above the budget" in run.said[-1]
         num_said = len(run.said)
@@ -120,20 +142,15 @@ class TestFirstPlan:
         def none_fits(_: Run, __: Workload, budget_gib: float) -> Sequence[Plan]:
             raise Infeasible(f"no plan stays below {budget_gib}", 12.0)
 
-        run = three(make_plans=none_fits)
         with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
-            run.steps(PROFILED)
+            three(make_plans=none_fits).steps(PROFILED)
 
     def test_steps_of_another_size_time_nothing_but_are_not_waited_out_for_ever(self) -> None:
         for num_other, stage in ((5, Stage.PROFILE), (MAX_RECORDED_STEPS, Stage.SEARCH)):
             run = three()
             run.steps(RECORDED + SETTLING_STEPS)
-            run.saved_mib = 500.0
-            run.steps(num_other)
-            assert run.machine.stage is stage
-            run.saved_mib = 1000.0
-            run.steps(TIMED_STEPS)
-            assert run.machine.stage is Stage.SEARCH
+            assert run.at(500.0, num_other) is stage
+            assert run.at(1000.0, TIMED_STEPS) is Stage.SEARCH
 
     def test_other_micro_batches_while_recording_begin_it_anew(self) -> None:
         run = three()
@@ -155,11 +172,36 @@ class TestFirstPlan:
     def test_sizes_that_vary_are_planned_for_at_their_largest(self) -> None:
         run = three()
         run.steps(2)
-        run.saved_mib = 1300.0
-        run.steps(PROFILED - 2)
-        assert run.machine.stage is Stage.SEARCH
-        assert run.machine.planned is not None
-        assert run.machine.planned.saved_mib == 1300.0
+        assert run.at(1300.0, PROFILED - 2) is Stage.SEARCH
+        assert run.planned_mib == 1300.0
+
+
+def none_is_predicted_to_fit(run: Run, workload: Workload, budget_gib: float) -> Sequence[Plan]:
+    """Refuse the first workload: 12 GiB would do, of which 2.5 allow for fragmentation."""
+    plans = run.make_plans(workload, budget_gib)
+    if len(set(map(id, run.asked))) == 1 and budget_gib < 12.0:
+        raise Infeasible(f"no plan stays below {budget_gib}", 12.0, 2.5)
+    return plans
+
+
+class TestLessFragmentationThanWasMeasured:
+    """Plans that are predicted not to fit, but would with less of it, are tried."""
+
+    def test_the_one_that_fits_is_kept(self) -> None:
+        run = stable(peaks=(11.0, 9.75, 12.0), make_plans=none_is_predicted_to_fit)
+        assert run.budgets[:2] == [10.0, 12.0]
+        assert run.machine.plan is run.plans[1]
+        assert any("predicted to hold 12 GiB at least, and may hold less" in line for line in run.said)
+
+    def test_if_none_fits_the_run_ends_as_if_none_had_been_tried_but_not_another_workload(self) -> None:
+        peaks = (11.0, 10.25, 12.0)
+        with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
+            stable(peaks=peaks, make_plans=none_is_predicted_to_fit)
+        run = three(peaks=peaks, make_plans=none_is_predicted_to_fit)
+        run.steps(PROFILED + 1)
+        run.saved_mib = 500.0
+        until_stable(run)
+        assert "above the budget" in run.said[-1]
 
 
 class TestNothingFits:
@@ -221,46 +263,50 @@ class TestNothingFits:
 
 class TestChange:
     def test_a_larger_workload_is_measured_at_once_and_known_later(self) -> None:
-        run = three()
-        until_stable(run)
+        run = stable()
         first = run.machine.plan
-        run.saved_mib = 2000.0
-        run.steps(1)
-        assert run.machine.stage is Stage.PROFILE
-        assert run.machine.plan is None
+        assert run.at(2000.0) is Stage.PROFILE
+        assert run.transitions[-1] == Transition(
+            Stage.PROFILE, None, is_new_plan=True,
+            lines=("profile from step 15: micro-batches save 2,000.0 MiB each, not 1,000.0",),
+        )  # fmt: skip
         until_stable(run)
-        run.saved_mib = 1000.0
-        seen = run.steps(PATIENCE_SMALLER)
-        assert set(seen) == {Stage.STABLE}
-        assert run.machine.stage is Stage.STABLE
+        assert run.transitions[-1].is_settled
+        assert run.at(1000.0, PATIENCE_SMALLER) is Stage.STABLE
+        last = run.transitions[-1]
+        assert (last.is_new_plan, last.is_settled) == (False, False), "the same object here, not saved again"
         assert run.machine.plan is first
         assert "the plan is known" in run.said[-1]
-        run.saved_mib = 2000.0
-        run.steps(1)
-        assert run.machine.stage is Stage.STABLE
+        assert run.at(2000.0) is Stage.STABLE
         assert run.machine.num_replans == 3
 
     def test_the_history_tells_what_the_plans_of_each_stage_are_predicted_to_hold(self) -> None:
-        run = three()
-        until_stable(run)
+        run = stable()
         run.plans = [a_plan("d", "keep", peak_gib=7.0)]
-        run.ms[id(run.plans[0])], run.peaks[id(run.plans[0])] = 100.0, 7.0
-        run.saved_mib = 1500.0
-        run.steps(1)
+        run.add(run.plans[0], 100.0, 7.0)
+        run.at(1500.0)
         until_stable(run)
         stages = [(one.stage, one.predicted_peak_gib) for one in run.machine.history]
         assert stages == [
             (Stage.PROFILE, None), (Stage.SEARCH, 9.0), (Stage.STABLE, 9.0), (Stage.PROFILE, None), (Stage.STABLE, 7.0),
         ]  # fmt: skip
 
-    def test_a_single_smaller_step_changes_nothing(self) -> None:
-        run = three()
-        until_stable(run)
+    def test_what_is_no_change(self) -> None:
+        """Single smaller steps, five percent, unknown times, and as many bytes in more or fewer tensors: of packed
+        documents, whose number follows chance."""
+        run = stable()
         for _ in range(5):
-            run.saved_mib = 500.0
-            run.steps(PATIENCE_SMALLER - 1)
-            run.saved_mib = 1000.0
+            run.at(500.0, PATIENCE_SMALLER - 1)
+            run.at(1000.0)
+        run.at(1049.0, 10)
+        run.at(951.0, 10)
+        run.saved_mib = 1000.0
+        for num_tensors in (150.0, 200.0, 80.0, 300.0, 120.0, 102.0) * 20:
+            run.num_tensors = num_tensors
             run.steps(1)
+        for _ in range(50):
+            run.number += 1
+            run.step(Step(run.number, None, 9.0, 100.0, 1000.0, 2))
         assert run.machine.num_replans == 0
 
     @pytest.mark.parametrize(
@@ -269,20 +315,13 @@ class TestChange:
     def test_sizes_that_change_all_the_time_come_to_rest(self, lengths: Sequence[int]) -> None:
         """The property holds for any period: in the end only the largest steps have a plan."""
         run = three()
-        for _ in range(30):
-            for length in lengths:
-                run.saved_mib = 1000.0 * length
-                run.steps(1)
+        for length in lengths * 30:
+            run.at(1000.0 * length)
         num_replans, num_said = run.machine.num_replans, len(run.said)
         assert num_replans <= 10
-        for _ in range(10):
-            for length in lengths:
-                run.saved_mib = 1000.0 * length
-                run.steps(1)
-                assert run.machine.stage is Stage.STABLE
+        assert {run.at(1000.0 * length) for length in lengths * 10} == {Stage.STABLE}
         assert (run.machine.num_replans, len(run.said)) == (num_replans, num_said)
-        assert run.machine.planned is not None
-        assert run.machine.planned.saved_mib == 4000.0
+        assert run.planned_mib == 4000.0
 
     @pytest.mark.parametrize(
         "lengths", [[1] * 18 + [4], [1] * 49 + [4], [1] * 60 + [4, 4], [1] * 40 + [3] + [1] * 40 + [4]]
@@ -290,139 +329,88 @@ class TestChange:
     def test_sizes_that_come_rarely_are_not_planned_for(self, lengths: Sequence[int]) -> None:
         """Recording until such a step comes would cost more than it gains, each time."""
         run = three()
-        for _ in range(5):
-            for length in lengths:
-                run.saved_mib = 1000.0 * length
-                run.steps(1)
+        for length in lengths * 5:
+            run.at(1000.0 * length)
         num_replans = run.machine.num_replans
         assert num_replans <= 2
         assert any("too rare to plan for: the plan is known" in line for line in run.said)
-        for _ in range(5):
-            for length in lengths:
-                run.saved_mib = 1000.0 * length
-                assert run.steps(1) == [Stage.STABLE]
+        assert {run.at(1000.0 * length) for length in lengths * 5} == {Stage.STABLE}
         assert run.machine.num_replans == num_replans
         assert run.machine.planned is run.asked[0]
 
     def test_what_was_rare_is_planned_for_when_it_comes_often(self) -> None:
-        run = three()
-        until_stable(run)
+        run = stable()
         for _ in range(3):
-            run.saved_mib = 4000.0
-            run.steps(1)
-            run.saved_mib = 1000.0
-            run.steps(30)
+            run.at(4000.0)
+            run.at(1000.0, 30)
         assert run.machine.num_replans == 1
-        run.saved_mib = 4000.0
-        run.steps(15)
-        assert run.machine.stage is Stage.STABLE
-        assert run.machine.planned is not None
-        assert run.machine.planned.saved_mib == 4000.0
+        assert run.at(4000.0, 15) is Stage.STABLE
+        assert run.planned_mib == 4000.0
 
     def test_larger_than_what_is_rare_is_measured_at_once(self) -> None:
-        run = three()
+        run = stable()
+        run.at(4000.0)
+        run.at(1000.0, 30)
+        assert run.at(5000.0) is Stage.PROFILE
+
+    def test_what_has_a_plan_is_not_rare_and_of_two_plans_the_nearer_is_taken(self) -> None:
+        run = stable()
+        run.at(2000.0)
         until_stable(run)
-        run.saved_mib = 4000.0
-        run.steps(1)
-        run.saved_mib = 1000.0
-        run.steps(30)
-        run.saved_mib = 5000.0
-        run.steps(1)
-        assert run.machine.stage is Stage.PROFILE
-
-    def test_what_has_a_plan_is_not_rare(self) -> None:
-        run = three()
-        for saved_mib in (1000.0, 2000.0):
-            run.saved_mib = saved_mib
-            run.steps(1)
+        run.at(4000.0)
+        run.at(1000.0, 30)
+        run.at(2000.0)
+        assert run.planned_mib == 2000.0
+        run = stable()
+        for saved_mib in (1060.0, 4000.0):
+            run.at(saved_mib)
             until_stable(run)
-        run.saved_mib = 4000.0
-        run.steps(1)
-        run.saved_mib = 1000.0
-        run.steps(30)
-        run.saved_mib = 2000.0
-        run.steps(1)
-        assert run.machine.planned is not None
-        assert run.machine.planned.saved_mib == 2000.0
-
-    def test_of_two_plans_that_are_known_the_nearer_is_taken(self) -> None:
-        run = three()
-        for saved_mib in (1000.0, 1060.0, 4000.0):
-            run.saved_mib = saved_mib
-            run.steps(1)
-            until_stable(run)
-        run.saved_mib = 1045.0  # like both
-        run.steps(PATIENCE_SMALLER)
-        assert run.machine.stage is Stage.STABLE
-        assert run.machine.planned is not None
-        assert run.machine.planned.saved_mib == 1060.0
+        assert run.at(1045.0, PATIENCE_SMALLER) is Stage.STABLE  # like both
+        assert run.planned_mib == 1060.0
 
     def test_long_phases_get_their_plans_each_time(self) -> None:
         run = three()
         for phase in range(12):
-            run.saved_mib = (1000.0, 4000.0)[phase % 2]
-            run.steps(50)
-            assert run.machine.planned is not None
-            assert run.machine.planned.saved_mib == run.saved_mib
+            run.at((1000.0, 4000.0)[phase % 2], 50)
+            assert run.planned_mib == run.saved_mib
         assert run.machine.num_replans == 11
 
     @pytest.mark.parametrize(("saved_mib", "patience"), [(1000.0, OTHER_TENSORS * PATIENCE_SMALLER), (900.0, 1)])
     def test_other_sites_are_another_workload(self, saved_mib: float, patience: int) -> None:
         """At once if they have other bytes; as many bytes stay within the budget for some steps."""
-        run = three()
-        until_stable(run)
-        run.num_tensors, run.saved_mib = 90.0, saved_mib
-        run.steps(patience - 1)
-        assert run.machine.stage is Stage.STABLE
-        run.steps(1)
-        assert run.machine.stage is Stage.PROFILE
+        run = stable()
+        run.num_tensors = 90.0
+        assert run.at(saved_mib, patience - 1) is Stage.STABLE
+        assert run.at(saved_mib) is Stage.PROFILE
         assert "other tensors" in run.said[-1]
-
-    def test_five_percent_are_no_change(self) -> None:
-        run = three()
-        until_stable(run)
-        run.saved_mib = 1049.0
-        run.steps(10)
-        run.saved_mib = 951.0
-        run.steps(10)
-        assert run.machine.num_replans == 0
 
     def test_a_change_during_the_search(self) -> None:
         run = three()
         run.steps(PROFILED + 2)
         assert run.machine.stage is Stage.SEARCH
-        run.saved_mib = 3000.0
-        run.steps(1)
-        assert run.machine.stage is Stage.PROFILE
+        assert run.at(3000.0) is Stage.PROFILE
         assert until_stable(run) == (PROFILED + 3) + PROFILED + 6
 
     def test_a_peak_above_the_budget_is_planned_again_with_so_much_to_spare(self) -> None:
-        run = three()
-        until_stable(run)
+        run = stable()
         run.steps(5)
-        assert run.machine.plan is not None
         run.peaks[id(run.machine.plan)] = 10.2
         run.steps(1)
         assert run.machine.stage is Stage.SEARCH
         assert run.budgets == [10.0, pytest.approx(8.8)]
 
     def test_what_is_planned_again_is_the_workload_that_runs(self) -> None:
-        run = three()
+        run = stable()
+        run.at(2000.0)
         until_stable(run)
-        run.saved_mib = 2000.0
-        run.steps(1)
-        until_stable(run)
-        run.saved_mib = 1000.0
-        run.steps(PATIENCE_SMALLER + 2)
-        assert run.machine.plan is not None
+        run.at(1000.0, PATIENCE_SMALLER + 2)
         run.peaks[id(run.machine.plan)] = 10.2
         run.steps(1)
         assert [one.saved_mib for one in run.asked] == [1000.0, 2000.0, 1000.0]
         assert run.asked[2] is run.asked[0]
 
     def test_more_micro_batches_are_another_workload(self) -> None:
-        run = three()
-        until_stable(run)
+        run = stable()
         run.num_micro_batches = 4
         run.steps(1)
         assert run.machine.stage is Stage.PROFILE
@@ -436,22 +424,17 @@ class TestChange:
         for number, slower in ((8, 2.0), (64, 16.0), (4, 1.0)):
             run.num_micro_batches = number
             run.steps(2 * PATIENCE_SLOWER, slower)
-            assert run.machine.stage is Stage.STABLE
-            assert run.machine.plan is plan
-            assert run.machine.planned is not None
+            assert (run.machine.stage, run.machine.plan) == (Stage.STABLE, plan)
         num_said = len(run.said)
         for number in 20 * [5, 9]:
             run.num_micro_batches = number
             run.steps(1, number / 4)
         assert (len(run.asked), run.machine.num_replans, len(run.said)) == (1, 0, num_said)
         run.num_micro_batches = 3
-        run.steps(1)
-        assert run.machine.stage is Stage.PROFILE
+        assert run.at(1000.0) is Stage.PROFILE
         until_stable(run)
         run.num_micro_batches = 6
-        run.saved_mib = 2000.0
-        run.steps(1)
-        assert run.machine.stage is Stage.PROFILE
+        assert run.at(2000.0) is Stage.PROFILE
 
     def test_candidates_are_compared_by_steps_with_as_many_micro_batches(self) -> None:
         run = three((200.0, 105.0, 120.0), most_micro_batches=2)
@@ -470,24 +453,14 @@ class TestChange:
         assert run.machine.stage is Stage.SEARCH
 
     def test_slow_steps_are_waited_out_then_measured_again_and_less_often_each_time(self) -> None:
-        run = three()
-        until_stable(run)
+        run = stable()
         run.steps(1)
         run.steps(PATIENCE_SLOWER - 1, slower=1.2)
         run.steps(1)
         assert run.machine.num_replans == 0
         run.steps(PATIENCE_SLOWER, slower=1.2)
-        assert run.machine.stage is Stage.PROFILE
-        assert run.machine.num_replans == 1
+        assert (run.machine.stage, run.machine.num_replans) == (Stage.PROFILE, 1)
         until_stable(run)
         run.steps(1)
         run.steps(2 * PATIENCE_SLOWER - 1, slower=1.2)
         assert run.machine.stage is Stage.STABLE
-
-    def test_an_unknown_time_is_no_slow_step(self) -> None:
-        run = three()
-        until_stable(run)
-        for _ in range(50):
-            run.number += 1
-            run.step(Step(run.number, None, 9.0, 100.0, 1000.0, 2))
-        assert run.machine.num_replans == 0

@@ -10,7 +10,7 @@ from megatron.swap.autotune.search import CandidateSearch
 from megatron.swap.autotune.state_machine import Stage
 from megatron.swap.autotune.workload import Workload
 from megatron.swap.common.plan import Infeasible, Plan
-from tests.staged_run import BUDGET_GIB, PROFILED, Run, a_plan, three, until_stable
+from tests.staged_run import BUDGET_GIB, PROFILED, Run, a_plan, stable, three, until_stable
 
 
 def test_memory_that_the_fastest_plan_left_free_is_used() -> None:
@@ -122,9 +122,6 @@ def test_what_proved_too_high_before_is_not_tried_again() -> None:
     assert search.wider_gib(9.5, 0.5) == 9.75  # a lower plan was too high, and yet this one fits
 
 
-@pytest.mark.parametrize("case", ["one candidate", "nothing is free"])
-def test_no_further_plan_is_made(case: str) -> None:
-    is_one = case == "one candidate"
-    run = three(peaks=(8.0 if is_one else 10.0,) * 3, max_candidates=1 if is_one else 3)
-    until_stable(run)
-    assert run.reserves == []
+def test_no_further_plan_is_made() -> None:
+    for peak_gib, most in ((8.0, 1), (10.0, 3)):  # one candidate; nothing is free
+        assert stable(peaks=(peak_gib,) * 3, max_candidates=most).reserves == []

@@ -79,18 +79,11 @@ def test_a_crash_of_the_interpreter_is_caught() -> None:
     assert "SIGSEGV" in outcome.error
 
 
-@pytest.mark.parametrize(
-    ("old", "message"),
-    [("return a", "occurs 2 times"), ("return c", "occurs 0 times")],
-)
-def test_a_text_that_is_not_there_once_is_refused(tree: Path, old: str, message: str) -> None:
-    with pytest.raises(FaultError, match=message):
-        run_trial(tree, Fault("x", "toy.py", old, "pass", "why"), ["test_toy.py"], 60)
-
-
-def test_a_file_that_is_not_there_is_refused(tree: Path) -> None:
-    with pytest.raises(FaultError, match=r"none\.py cannot be read"):
-        Fault("x", "none.py", "a", "b", "why").planted(tree)
+def test_a_text_that_is_not_there_once_is_refused(tree: Path) -> None:
+    for file, old, message in (("toy.py", "return a", "occurs 2 times"), ("toy.py", "return c", "occurs 0 times"),
+                               ("none.py", "a", r"none\.py cannot be read")):  # fmt: skip
+        with pytest.raises(FaultError, match=message):
+            run_trial(tree, Fault("x", file, old, "pass", "why"), ["test_toy.py"], 60)
 
 
 def plant_here(monkeypatch: pytest.MonkeyPatch, tree: Path, *faults: Fault) -> None:
@@ -100,7 +93,7 @@ def plant_here(monkeypatch: pytest.MonkeyPatch, tree: Path, *faults: Fault) -> N
     monkeypatch.setattr(command, "facts", lambda: {"versions": {}, "machine": {}, "commit": "c", "link": None})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_results_are_written_resumed_and_run_again_on_request(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,17 +173,6 @@ def test_what_has_failed_is_not_run_again(folder: Path, capsys: pytest.CaptureFi
     assert rows["none"]["losses_equal"] is None
 
 
-def test_a_process_that_was_started_for_another_run_is_ended(folder: Path) -> None:
-    """The first round fails, so the second, whose process is there already, is not made."""
-    FakeChild.outcomes = {"recompute": "oom_device"}
-    another = '[cases.two]\nflags = "--num-layers 8"\nmicro_batches = 1\n[methods]'
-    suite = load(folder, SUITE.replace("[methods]", another))
-    measure(results_in(suite, folder, suite.chosen([], ["full"], None)), None)
-    assert [event.split()[0] for event in FakeChild.log if event.split()[0] in ("start", "go", "close")] == [
-        "start", "go", "start", "close", "close", "start", "go", "start", "close", "close",
-    ]  # fmt: skip
-
-
 def test_an_interruption_keeps_what_is_done_and_resume_does_the_rest(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,18 +187,6 @@ def test_an_interruption_keeps_what_is_done_and_resume_does_the_rest(
     links = {name: [run["link"] for run in row["rounds"]] for name, row in rows_of(folder).items()}
     assert links["none"] == [FACTS["link"], faster], "each run has that of the machine that it ran on"
     assert run(results_in(suite, folder), capsys) == []
-
-
-def test_time_is_up_between_two_runs(folder: Path) -> None:
-    assert not measure(results_in(load(folder), folder), -1.0)
-    assert FakeChild.log == []
-
-
-def test_a_part_now_and_a_part_later_in_the_suites_order(folder: Path) -> None:
-    suite = load(folder)
-    for name in ("ours", "none"):
-        measure(results_in(suite, folder, suite.chosen([], [name], 1)), None)
-    assert [(name, row["reference"]) for name, row in rows_of(folder).items()] == [("none", "none"), ("ours", "none")]
 
 
 def test_only_what_is_comparable_is_resumed(folder: Path) -> None:
@@ -242,15 +218,6 @@ def test_budgets_come_from_the_unswapped_run(folder: Path) -> None:
     assert (rows["none"]["budget_gib"], rows["full"]["num_replans"]) == (None, None)
 
 
-def test_a_budget_that_is_not_known_yet_starts_no_process_ahead(folder: Path) -> None:
-    suite = load(folder, PLANNED)
-    (case,) = suite.cases
-    order = [method for name in ("none", "auto", "full") for method in case.methods if method.name == name]
-    measure(results_in(suite, folder, replace(suite, cases=(replace(case, methods=tuple(order)),))), None)
-    assert FakeChild.log[:4] == ["start none", "go none", "time none", "close none"]
-    assert rows_of(folder)["auto"]["outcome"] == "ok"
-
-
 def test_what_is_not_ready_is_told_and_run_when_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = load(folder, PLANNED)
     (folder / "plans" / "one.json").unlink()
@@ -279,18 +246,6 @@ def test_steps_that_were_timed_too_early_make_the_outcome(folder: Path, timed: d
     assert (row["budget_gib"], row["losses_equal"], row["device_peak_gib"]) == (4.0, True, 5.0), "it is kept"
     if timed:
         assert "| **auto** | timed before its plan was stable |" in markdown(list(rows_of(folder).values()))
-
-
-def test_without_a_gpu_a_budget_is_of_what_autograd_holds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnCpu(FakeChild):
-        def finish(self, *arguments: Any) -> Finished:
-            finished = super().finish(*arguments)
-            finished.result.update(device_peak_gib=None, device_static_gib=None, saved_peak_gib=0.25)
-            return finished
-
-    monkeypatch.setattr(grid, "Child", OnCpu)
-    measure(results_in(load(folder, PLANNED.replace('device = "gpu"', 'device = "gpu"\npeak = "saved"')), folder), None)
-    assert rows_of(folder)["auto"]["flags"].endswith("--swap-memory-gib 0.125000")
 
 
 # ----------------------------------------------------------------------------------------------------- rounds

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
+
+from tests.unit.test_house import imported_names
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = [
@@ -16,14 +17,7 @@ TRAINING = (ROOT / "megatron", ROOT / "patches")
 
 
 def imports(path: Path) -> set[str]:
-    """Return the modules that a file imports, anywhere in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return {name for _, name in imported_names(path.read_text())}
 
 
 def part(module: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.mutants import FOLDERS, Mutant, executing_tests, files_of, mutants, record
+from benchmarks.faults.mutants import Mutant, executing_tests, mutants
 from benchmarks.machine import ROOT
 
 TEXT = '''\
@@ -65,18 +65,12 @@ def test_the_tests_of_a_statement() -> None:
     assert chosen(4, 8) == chosen(2, 3, file="b.py") == []
 
 
-def test_all_files_have_some() -> None:
-    found = mutants(files_of(FOLDERS))
-    assert len(found) > 5000
-    assert len({one.id for one in found}) == len(found)
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trial(tmp_path: Path) -> None:
     """A mutant is caught by the tests of its line, and is not tried twice."""
     command = [
         sys.executable, "-m", "benchmarks.faults.mutants", "--folders", "common/layer_ranges.py", "--size", "all",
-        "--tests", "tests/unit/common/test_layer_ranges.py", "--count", "1", "--output", str(tmp_path / "rows"),
+        "--tests", "tests/unit/common/test_settings.py", "--count", "1", "--output", str(tmp_path / "rows"),
     ]  # fmt: skip
     first, second = (
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -86,24 +80,3 @@ def test_a_trial(tmp_path: Path) -> None:
     assert first[1].startswith("caught ")
     result = "1 caught, 0 missed, 0 ended by time, 0 not collected, of 1"
     assert first[2:] == second == [f"common/layer_ranges.py: {result}", f"all: {result}"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_lines_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that an earlier test has started forks the trainer of the second test, which alone loads state."""
-    monkeypatch.setenv("SWAP_TESTS", "all")
-    monkeypatch.setattr("benchmarks.faults.mutants.TEST_TIMEOUT_S", float("inf"))  # of a busy machine, too
-    path = "tests/integration/test_ledger.py"
-    tests = [f"{path}::test_activations_in_host_memory", f"{path}::test_saved_in_its_last_step"]
-    executed = record(["-n", "0", "-o", "timeout=600", *tests])
-    assert sorted(executed["tests"]) == ["", *tests]
-
-    def num_lines(file: str) -> list[int]:
-        lines = executed["lines"][f"megatron/swap/{file}"].values()
-        return [sum(executed["tests"].index(test) in numbers for numbers in lines) for test in tests]
-
-    first, second = num_lines("engine/offload.py")
-    assert first > second
-    first, second = num_lines("optimizer/stepper.py")
-    assert first < second

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import frameworks, plan_points
 from benchmarks.machine import ROOT
@@ -40,58 +39,6 @@ def test_any_model_computes_the_same_losses_with_every_method(tmp_path: Path) ->
     assert load_plan(str(tmp_path / "new" / "plan-1e-4.json")).predicted is not None
 
 
-@pytest.mark.slow
-def test_offloaded_checkpoints_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers.modeling_utils as loaded
-
-    packed: list[int] = []
-
-    class Counted(torch.autograd.graph.saved_tensors_hooks):
-        """Takes the place of ``save_on_cpu``, which cannot pin without a GPU."""
-
-        def __init__(self, pin_memory: bool, device_type: str) -> None:
-            super().__init__(lambda tensor: packed.append(tensor.nbytes) or tensor.clone(), lambda tensor: tensor)
-
-    monkeypatch.setattr(loaded, "save_on_cpu", Counted)
-    nothing, offload = measured("nothing", "offload")
-    assert nothing["losses"] == offload["losses"]
-    assert packed
-
-
-# ------------------------------------------------------------------------------------------- other offloaders
-
-MODULE = """
-import torchao
-from torchao.dtypes.nf4tensor import NF4Tensor
-from torchtune.modules import TiedLinear
-from torchtune.utils import get_logger
-from contextlib import nullcontext as OffloadActivations
-log = get_logger("DEBUG")
-"""
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import offloaders
-
-    monkeypatch.setattr(offloaders.importlib.util, "find_spec", lambda name: None)
-    for library in offloaders.LIBRARIES:
-        with pytest.raises(ModuleNotFoundError, match=f"^{library} is not installed: pip install"):
-            offloaders.Offloader(library, torch.nn.Linear(1, 1))
-
-
-def test_one_file_of_torchtune_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import offloaders
-
-    folder = tmp_path / "torchtune" / "training"
-    folder.mkdir(parents=True)
-    (folder.parent / "__init__.py").write_text("raise AssertionError\n")
-    (folder / "_activation_offloading.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = {name for name in sys.modules if "torchtune" in name}
-    with offloaders.Offloader("torchtune", torch.nn.Linear(1, 1)).forward:
-        assert {name for name in sys.modules if "torchtune" in name} == before
-
-
 # ------------------------------------------------------------------------------------------- weights in host memory
 
 
@@ -99,7 +46,7 @@ def printed_row(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lora_does_not_depend_on_where_weights_are(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     from benchmarks import lora
@@ -121,14 +68,7 @@ def test_lora_does_not_depend_on_where_weights_are(capsys: pytest.CaptureFixture
     assert row["losses"][0] == pytest.approx(rows[0]["losses"][0], rel=1e-2)
 
 
-def test_layers_on_the_device_are_spread() -> None:
-    pytest.importorskip("transformers")
-    from benchmarks.large_model import evenly
-
-    assert [sorted(evenly(count, size)) for count, size in ((0, 4), (3, 10), (4, 4))] == [[], [0, 3, 6], [0, 1, 2, 3]]
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inference_decodes_the_same_tokens_with_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     from benchmarks import weights_inference
@@ -153,7 +93,7 @@ def trained(method: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_trainer_computes_the_same_losses_with_every_method() -> None:
     pytest.importorskip("accelerate")
     from benchmarks.trainer import WARM_UP

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.rows import UNPLANNED, Row, RowError, check_row, peak_gib, read_rows, write_rows
-from benchmarks.store import ResultStore, StoreError, check_beside, locked
+from benchmarks.store import ResultStore, StoreError, locked
 from tests.unit.benchmarks.made_report import a_row
 
 
@@ -28,26 +28,17 @@ def row(**changed: Any) -> dict[str, Any]:
 MEASURED = ("step_ms_median", "step_ms_all", "first_step_ms", "host_peak_gib", "tokens_per_s", "num_params", "loss_hex")
 
 
-@pytest.mark.parametrize("field", row())
-def test_every_field_is_needed(field: str) -> None:
-    broken = row()
-    check_row(broken)
-    del broken[field]
-    with pytest.raises(RowError, match=f"line 3 .*field '{field}' is missing"):
-        check_row(broken, "line 3")
-
-
-@pytest.mark.parametrize(
-    "outcome", ["oom_device", "oom_host", "refused", "timeout", "failed (-6)", "missing: tune", "not ready"]
-)
-def test_a_failed_run_has_nulls(outcome: str) -> None:
-    check_row(row(outcome=outcome, **dict.fromkeys(MEASURED)))
-
-
-@pytest.mark.parametrize("field", MEASURED)
-def test_a_good_run_has_none(field: str) -> None:
-    with pytest.raises(RowError, match=f"method 'none'.*'{field}' is null"):
-        check_row(row(**{field: None}))
+def test_which_fields_are_needed() -> None:
+    for field in row():
+        check_row(broken := row())
+        del broken[field]
+        with pytest.raises(RowError, match=f"line 3 .*field '{field}' is missing"):
+            check_row(broken, "line 3")
+    for outcome in ("oom_device", "oom_host", "refused", "timeout", "failed (-6)", "missing: tune", "not ready"):
+        check_row(row(outcome=outcome, **dict.fromkeys(MEASURED)))
+    for field in MEASURED:
+        with pytest.raises(RowError, match=f"method 'none'.*'{field}' is null"):
+            check_row(row(**{field: None}))
 
 
 @pytest.mark.parametrize(
@@ -94,16 +85,11 @@ def test_rows_from_before_the_planner_were_planned_by_nobody(tmp_path: Path) -> 
         read_rows(path)
 
 
-@pytest.mark.parametrize(
-    ("peak", "gib"), [({}, 1.0), ({"peak": "allocated"}, 1.0), ({"peak": "reserved"}, 2.0), ({"peak": "saved"}, 3.0)]
-)
-def test_which_peak_counts(peak: dict[str, str], gib: float) -> None:
-    assert peak_gib(row(device_peak_gib=1.0, device_reserved_gib=2.0, saved_peak_gib=3.0, **peak)) == gib
-
-
-def test_a_peak_that_was_not_measured() -> None:
-    assert peak_gib(row()) is None
-    assert peak_gib(row(peak="saved")) is None
+def test_which_peak_counts() -> None:
+    measured = row(device_peak_gib=1.0, device_reserved_gib=2.0, saved_peak_gib=3.0)
+    for peak, gib in (({}, 1.0), ({"peak": "allocated"}, 1.0), ({"peak": "reserved"}, 2.0), ({"peak": "saved"}, 3.0)):
+        assert peak_gib(measured | peak) == gib
+    assert peak_gib(row()) is peak_gib(row(peak="saved")) is None
 
 
 @pytest.mark.parametrize(
@@ -131,79 +117,27 @@ def test_a_file_is_held_by_all_of_its_names(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "another.jsonl"}
 
 
-def test_what_is_somebodys_is_not_overwritten(tmp_path: Path) -> None:
-    rows, table = tmp_path / "rows.jsonl", tmp_path / "rows.md"
-    check_beside(rows)
-    table.write_text("mine")
-    with pytest.raises(StoreError, match=r"rows\.md is there, and would be overwritten"):
-        check_beside(rows)
-    rows.touch()
-    with pytest.raises(StoreError, match="would be overwritten"):
-        check_beside(rows)
-    rows.write_text("{}")
-    check_beside(rows)
-    table.unlink()
-    table.mkdir()
-    with pytest.raises(StoreError, match="would be overwritten"):
-        check_beside(rows)
-
-
-def test_every_row_is_in_the_file_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "rows.jsonl"
-    path.parent.mkdir()
-    store = ResultStore(path, resume=False)
+def test_every_row_is_in_the_file_at_once_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    store = ResultStore(path, resume=True)
     for number in range(3):
         store.append(a_row(str(number), 10.0, 1.0))
         assert read_rows(path) == store.rows
     store.replace(store.rows[1:])
-    assert [row["method"] for row in read_rows(path)] == ["1", "2"]
-
-
-def test_a_wrong_row_leaves_file_and_rows_as_they_were(tmp_path: Path) -> None:
-    store = ResultStore(tmp_path / "rows.jsonl", resume=False)
-    store.append(a_row("one", 10.0, 1.0))
     with pytest.raises(RowError, match="'commit' is null"):
         store.append({**a_row("two", 10.0, 1.0), "commit": None})
-    assert store.rows == read_rows(tmp_path / "rows.jsonl") == [a_row("one", 10.0, 1.0)]
-
-
-def test_a_file_is_continued_only_where_that_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    ResultStore(path, resume=True).append(a_row("one", 10.0, 1.0))
+    assert [row["method"] for row in read_rows(path)] == [row["method"] for row in store.rows] == ["1", "2"]
     with pytest.raises(StoreError, match=r"rows\.jsonl exists: continue it with --resume, or name another file"):
         ResultStore(path, resume=False)
-    store = ResultStore(path, resume=True)
-    store.append(a_row("two", 10.0, 1.0))
-    assert [row["method"] for row in read_rows(path)] == ["one", "two"]
+    ResultStore(path, resume=True).append(a_row("3", 10.0, 1.0))
+    assert [row["method"] for row in read_rows(path)] == ["1", "2", "3"]
 
-
-def test_rows_are_checked_as_the_owner_says(tmp_path: Path) -> None:
     def check(row: Row, where: str) -> None:
         raise RowError(f"{where} has no axis")
 
-    path = tmp_path / "rows.jsonl"
-    ResultStore(path, resume=False).append(a_row("one", 10.0, 1.0))
     with pytest.raises(RowError, match=r"rows\.jsonl:1 has no axis"):
         ResultStore(path, resume=True, check=check)
-
-
-def test_without_a_file_rows_stay_in_memory(tmp_path: Path) -> None:
-    store = ResultStore(None, resume=False)
-    store.append(a_row("one", 10.0, 1.0))
-    assert [row["method"] for row in store.rows] == ["one"]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_rows_that_are_not_comparable_are_refused(tmp_path: Path) -> None:
-    store = ResultStore(tmp_path / "rows.jsonl", resume=True)
-    store.require_same("a none", {"commit": "x", "more": 1}, {"commit": "x"})
-    with pytest.raises(StoreError, match=r"--resume: .*rows\.jsonl has commit 'x' for a none, this run has 'y': rows "):
-        store.require_same("a none", {"commit": "x"}, {"commit": "y"})
-
-
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
     with pytest.raises(StoreError, match=r"rows\.jsonl cannot be written .*; name another file"), locked(
-        tmp_path / "file" / "rows.jsonl"
+        path / "rows.jsonl"
     ):
         pass

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.machine import ROOT
-from benchmarks.runner import launch, program, stopwatch
+from benchmarks.runner import launch, stopwatch
 from benchmarks.runner.fp8_scales import fp8_scales
 from benchmarks.runner.launch import Child
 from benchmarks.runner.memory_hog import MemoryHogError, memory_hog
@@ -30,8 +28,6 @@ from benchmarks.runner.request import Request
 from benchmarks.runner.schedule import cut, length_at
 from benchmarks.runner.stopwatch import EnoughSteps, Stopwatch
 from benchmarks.suites import command as suites_command
-from benchmarks.suites.suite import find_suite
-from benchmarks.sweeps import command as sweeps_command
 from megatron.swap.common.leftovers import LOCK, boot
 from megatron.swap.common.plan import Model, Plan, Predicted, save_plan
 
@@ -111,6 +107,7 @@ def test_it_waits_for_its_words_and_has_its_environment(monkeypatch: pytest.Monk
     assert on_gpu["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("script")
 def test_what_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for what, timeout_s, host_gib, outcome, words in (
@@ -375,35 +372,13 @@ def test_what_is_refused(
     assert not list(tmp_path.glob(".[xfb]*.lock")), "no lock is left"
 
 
-@pytest.mark.parametrize(
-    ("main", "chosen", "name"),
-    [
-        (suites_command.main, ("--suite", "mine.toml"), "mine.jsonl"),
-        (sweeps_command.main, ("--sweep", "quick"), "quick-sweep.jsonl"),
-    ],
-)
-def test_rows_go_where_git_ignores_them(
-    main: Callable[..., int], chosen: tuple[str, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    assert f"/{program.RUNS.relative_to(ROOT)}/" in (ROOT / ".gitignore").read_text().split()
-    shutil.copy(find_suite("quick"), tmp_path / "mine.toml")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(program, "RUNS", tmp_path / "runs")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / name).touch()  # not continued without --resume, so nothing is run
-    assert main(chosen) == 1
-    assert f"--output runs/{name} exists: continue it with --resume, or name another file" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"mine.toml", "runs"}
-
-
 def measured_children(parent: int) -> list[int]:
     """Return the live measured processes that a process started."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     return [int(one) for one in children if b"runner.child" in Path(f"/proc/{one}/cmdline").read_bytes()]
 
 
+@pytest.mark.slow
 def test_told_to_end_it_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "bench.py"), "--suite", "quick", "--method", "none"]
     running = subprocess.Popen([*command, "--output", "rows.jsonl"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)

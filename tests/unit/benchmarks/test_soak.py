@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.soak import command, lengths
 from benchmarks.soak.kills import saved_step
-from benchmarks.soak.meters import MIB, Metrics, changes, curve
+from benchmarks.soak.meters import MIB, Metrics, changes
 from benchmarks.soak.meters import grown as judged
 from benchmarks.soak.process import as_row
 
@@ -38,10 +38,6 @@ def grown(found: list[Metrics]) -> set[str]:
     return {change.metric for change in changes(found, CYCLE) if not change.is_flat}
 
 
-def test_a_flat_process_is_flat() -> None:
-    assert grown(samples(301)) == set()
-
-
 @pytest.mark.parametrize(
     ("metric", "more"),
     [("device_bytes", 1024), ("pinned_bytes", 4096), ("resident_bytes", 100_000), ("num_files", 0.02),
@@ -51,27 +47,21 @@ def test_a_little_of_each_step_is_found(metric: str, more: float) -> None:
     assert grown(samples(300, **{metric: more})) == {metric}
 
 
-def test_growth_in_one_phase_is_found() -> None:
-    """Each evaluation leaves something that the next step frees, say."""
+def test_what_grows() -> None:
+    assert grown(samples(301)) == set()
     found = samples(300)
     for sample in found:
-        if sample["step"] % CYCLE == 2:
+        if sample["step"] % CYCLE == 2:  # each evaluation leaves something that the next step frees, say
             sample["device_bytes"] += 1000 * sample["step"]
-    (change,) = [change for change in changes(found, CYCLE) if not change.is_flat]
-    assert (change.metric, change.phase) == ("device_bytes", 2)
-
-
-def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(SystemExit):
-        command.parse(["--steps", "100"])
+        sample["reserved_bytes"] = 900 * MIB + sample["step"] * MIB
+    changed = [change for change in changes(found, CYCLE) if not change.is_flat]
+    assert {(change.metric, change.phase) for change in changed} >= {("device_bytes", 2)}
+    row = {"changes": [change.to_json() for change in changed], "num_rescues": 1}
+    assert "reserved_bytes" in {change["metric"] for change in judged(row)}, "also where the guard rescued"
     with pytest.raises(ValueError, match="7 steps have no three cycles of 4"):
         changes(samples(7), CYCLE)
-
-
-def test_a_curve_has_few_points() -> None:
-    found = curve(samples(3000), CYCLE, 50)
-    assert {name: len(points) <= 50 for name, points in found.items()} == dict.fromkeys(found, True)
-    assert found["num_files"][0] == [44, 20]
+    with pytest.raises(SystemExit):
+        command.parse(["--steps", "100"])
 
 
 def run(case: str, num_steps: int) -> dict[str, Any]:
@@ -83,7 +73,7 @@ def run(case: str, num_steps: int) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_three_hundred_steps_of_the_trainer() -> None:
     """Plans and lengths change, evaluations and checkpoints come between, optimizer state lies on disk."""
@@ -118,15 +108,6 @@ def test_what_cannot_be_soaked_is_refused_before_it_begins(
     assert says in capsys.readouterr().err
 
 
-def test_what_the_allocator_holds_is_judged() -> None:
-    """Where the guard rescued, too: it was left out once, after the run that it would have failed."""
-    found = samples(300)
-    for sample in found:
-        sample["reserved_bytes"] = 900 * MIB + sample["step"] * MIB
-    row = {"changes": [change.to_json() for change in changes(found, CYCLE)], "num_rescues": 1}
-    assert [change["metric"] for change in judged(row)] == ["reserved_bytes"]
-
-
 def test_runs_that_end_at_different_steps_are_compared_as_far_as_both_went() -> None:
     found = samples(24)
     swapped = {"losses": ["a", "b", "c"], "offloaded_bytes": 1}
@@ -135,11 +116,12 @@ def test_runs_that_end_at_different_steps_are_compared_as_far_as_both_went() -> 
         assert (row["losses_equal"], row["num_compared"]) == (is_equal, min(3, len(plain)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_that_always_has_a_graph_outstanding() -> None:
     run("outstanding graphs", 300)
 
 
+@pytest.mark.slow
 def test_a_loop_whose_steps_are_interrupted() -> None:
     run("interrupted steps", 150)
 

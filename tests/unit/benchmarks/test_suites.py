@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import os
 import re
 import subprocess
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from benchmarks.machine import ROOT
@@ -20,11 +17,10 @@ from benchmarks.runner.request import NotReady, Request
 from benchmarks.suites import suite as suites
 from benchmarks.suites.budgets import Memory, resolved
 from benchmarks.suites.methods import KINDS, Method, parse_method
-from benchmarks.suites.picture import BASELINES, MANY, OURS, PLANNED, _place, _shown, draw, draw_saved
-from benchmarks.suites.ranking import on_frontier
+from benchmarks.suites.picture import draw_saved
 from benchmarks.suites.suite import Case, Suite, SuiteError, find_suite, load_suite, suite_names
 from benchmarks.suites.table import markdown
-from tests.unit.benchmarks.made_report import RESULTS, a_row, names
+from tests.unit.benchmarks.made_report import a_row
 
 SUITE = """
 description = "x"
@@ -219,13 +215,6 @@ def test_a_wrong_suite_is_told(folder: Path, before: str, after: str, said: str)
         load(folder, SUITE.replace(before, after, 1))
 
 
-def test_lengths_change_in_every_method_and_not_while_timed(folder: Path) -> None:
-    changed = SUITE.replace('--num-layers 4"\n', '--num-layers 4"\nsequence_schedule = [[10, 64], [20, 32]]\n')
-    one = load(folder, changed.replace("warm_up = 2", "warm_up = 10")).cases[0]
-    for name in ("full", "auto"):
-        assert request_of(one, name, Memory(1.0, 1.0)).sequence_schedule == ((10, 64), (20, 32))
-
-
 # --------------------------------------------------------------------------------------------------- methods
 
 
@@ -298,13 +287,6 @@ def test_wrong_methods_are_told(text: str, said: str) -> None:
         parsed(text)
 
 
-def test_methods_that_the_machine_or_the_layers_do_not_support() -> None:
-    with pytest.raises(SuiteError, match="needs --transformer-impl transformer_engine"):
-        parsed("fine-grained-offload core_attn", spec="local")
-    with pytest.raises(SuiteError, match="torchtune-offload needs a GPU"):
-        parsed("torchtune-offload", on_gpu=False)
-
-
 @pytest.mark.parametrize(
     ("word", "gib"),
     [("static+24", "82.773755"), ("static+9.5", "68.273755"), ("static+60%", "79.977162"), ("static+0", "58.773755")],
@@ -323,51 +305,6 @@ def test_a_budget_is_rounded_down_to_a_number(word: str, gib: str) -> None:
 def row(method: str, step_ms: float | None, peak_gib: float | None, **changed: Any) -> dict[str, Any]:
     more = "--swap-layers 0" if method.startswith("ours") else ""
     return a_row(method, step_ms, peak_gib, more, **{"losses_equal": True, **changed})
-
-
-ROWS = [
-    row("none", 100.0, 90.0, loss_max_rel_diff=1e-6),
-    row("full-recompute", 130.0, 40.0),
-    row("recompute-mlp", 120.0, 95.0, losses_equal=False, loss_max_rel_diff=5e-6),
-    row("ours-0-3", 101.0, 80.0, losses_equal=False, loss_max_rel_diff=2e-3),
-    row("ours-all", 125.0, 40.0),
-    row("slow", 900.0, 41.0),
-    row("big", None, None),
-]
-
-
-@pytest.mark.parametrize(
-    ("points", "best"),
-    [
-        ([(3, 1), (1, 3), (2, 2)], [1, 2, 0]),
-        ([(3, 1), (1, 3), (2, 4), (3, 0.5)], [1, 3]),
-        ([(1, 2), (1, 1), (2, 1)], [1]),
-        ([(1, 1), (1, 1)], [0]),
-    ],
-)
-def test_the_frontier(points: list[tuple[float, float]], best: list[int]) -> None:
-    rows = [row(f"{number}", step_ms, peak_gib) for number, (peak_gib, step_ms) in enumerate(points)]
-    assert names(on_frontier(rows)) == [f"{number}" for number in best]
-
-
-def test_the_frontier_is_of_methods_with_the_same_losses() -> None:
-    assert names(on_frontier(ROWS)) == ["ours-all", "none"], "the losses of ours-0-3 are others"
-    same = [{**found, "loss_max_rel_diff": 0.0} for found in ROWS]
-    assert names(on_frontier(same)) == ["ours-all", "ours-0-3", "none"]
-    assert on_frontier([row("none", 5.0, None)]) == [], "no device, no frontier"
-
-
-def test_the_table() -> None:
-    text = markdown(ROWS)
-    lines = {text.split(" | ")[0].strip("| *★"): text for text in text.splitlines() if text.startswith("| ")}
-    assert lines["ours-0-3"] == (
-        "| **ours-0-3** | 101.0 (100.0–102.0) | 1.010 | 80.00 | 70.00 | 80.00 | 0.50 | 81,109 | "
-        "**other losses: 2.0e-03** |"
-    )
-    assert lines["recompute-mlp"].endswith("| 5.0e-06 |"), "no more than ten times the noise of none itself"
-    assert lines["none"].startswith("| none ★ |")
-    assert lines["big"].startswith("| big | out of device memory |")
-    assert "on Some GPU; torch 2.11.0; commit 0123456789" in text
 
 
 def saved(method: str, held_mib: float | None, **changed: Any) -> dict[str, Any]:
@@ -403,51 +340,3 @@ def test_output_of_the_cpu_has_no_times() -> None:
     assert "not counted: its own hooks hide the tensors · losses equal to the bit" in words
     assert not re.search(r"\bms\b|tokens/s|FLOP", " ".join([text, *words]))
     assert len({panel.get_xlim() for panel in figure.axes}) == 1, "one scale"
-
-
-def boxes_of(figure: Any) -> tuple[list[Any], list[str]]:
-    (panel,) = figure.axes
-    words = [text for text in panel.texts if text.get_text()]
-    return [Text.get_window_extent(text) for text in words], [text.get_text() for text in words]
-
-
-@pytest.mark.parametrize("case", ["L16-h4096", "L4-h8192"])
-def test_no_label_hides_a_point_or_a_label(case: str) -> None:
-    from benchmarks.report.results import read_results
-
-    rows = [row for row in read_results(RESULTS).suites["h200-planner"] if row["case"] == case]
-    figure = draw(rows)
-    figure.savefig(io.BytesIO())
-    boxes, _ = boxes_of(figure)
-    (panel,) = figure.axes
-    points = [panel.transData.transform(_place(row)) for row in _shown(rows)]
-    assert not any(box.x0 < x < box.x1 and box.y0 < y < box.y1 for box in boxes for x, y in points)
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-    assert not figure.legends[0].get_window_extent().overlaps(panel.get_window_extent()), "the legend is outside"
-
-
-def test_among_many_points_the_frontier_is_named() -> None:
-    crowd = [row(f"peer-{number}", 118.0 + number / 100, 60.0 + number / 100) for number in range(MANY)]
-    _, words = boxes_of(draw([*ROWS[:2], *crowd, row("ours-best", 101.0, 50.0)]))
-    assert {"full recompute", "layers 0", "no offload"} <= set(words), "the frontier"
-    assert not [word for word in words if word.startswith("peer-")]
-    assert any("the table names every point" in word for word in words)
-
-
-def test_colours_and_what_is_hollow_or_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    faces: list[str] = []
-    budgets: list[float] = []
-    scatter = Axes.scatter
-
-    def noted(axes: Axes, x: Any, y: Any, **how: Any) -> Any:
-        if isinstance(x, list):
-            budgets.extend(x)
-        else:
-            faces.append(how["facecolor"])
-        return scatter(axes, x, y, **how)
-
-    monkeypatch.setattr(Axes, "scatter", noted)
-    figure = draw([*ROWS, row("ours-auto", 110.0, 50.0, budget_gib=60.0)])
-    assert faces == [BASELINES, BASELINES, BASELINES, "white", OURS, PLANNED], "other losses are hollow; slow is far"
-    assert budgets == [60.0]
-    assert "slow: 900 ms, 41.0 GiB; big: out of device memory" in figure.axes[0].get_xlabel()

@@ -50,11 +50,12 @@ def test_a_correct_run_is_clean(tmp_path: Path, kind: str, emulated: bool) -> No
     num_storages = plan.num_steps * plan.num_micro_batches * (plan.num_layers - 1) * len(plan.sites)
     assert analysis.ordering.num_checked == dict.fromkeys(RULES, num_storages)
     assert analysis.trace.is_emulated == emulated
-    for step, name in ((0, "num_out_copies"), (1, "swapped_in_bytes")):
-        summary["steps"][step][name] -= 4
-    assert [text.split(" is ")[0] for text in judged(made, tmp_path, kind, summary).mismatches] == [
-        "step 4: num_out_copies", "step 5: swapped_in_bytes",
-    ]  # fmt: skip
+    del summary["steps"][0]["num_in_copies"]
+    summary["steps"][0]["num_out_copies"] -= 4
+    summary["steps"][1]["iteration"] = 6
+    said = ("step 4: num_out_copies is ", "step 4: the summary has no num_in_copies", "step 5 is not in the summary")
+    mismatches = judged(made, tmp_path, kind, summary).mismatches
+    assert all(text.startswith(words) for text, words in zip(mismatches, said, strict=True)), mismatches
 
 
 def too_early_out(made: Made) -> None:
@@ -98,24 +99,6 @@ def test_a_planted_violation_is_found(
     assert (violation.rule, violation.site) == (rule, f"layers.{layer}/mlp.linear_fc1/0")
     assert (violation.by_us, violation.step, violation.group) == (7.0, 4, f"layers.{layer} mb0")
     assert not analysis.is_clean
-
-
-def test_what_the_clock_cannot_tell_is_no_violation(tmp_path: Path) -> None:
-    made, _ = train(SMALL)
-    made.copies("DtoH")[0].start -= US
-    analysis = judged(made, tmp_path)
-    assert analysis.is_clean
-    assert analysis.ordering.least_margin_us["out_after_compute"] == -1.0
-
-
-@pytest.mark.parametrize("emulated", [False, True])
-def test_a_forgotten_wait_is_found_when_the_link_is_slow(tmp_path: Path, emulated: bool) -> None:
-    slow = {"bytes_per_ns": 1.0, "num_steps": 1, "num_micro_batches": 1}
-    waiting = judged(train(Plan(**slow), emulated)[0], tmp_path)
-    assert waiting.is_clean
-    assert waiting.steps[0].stalled_ms > 10
-    forgotten = judged(train(Plan(**slow, waits=False), emulated)[0], tmp_path)
-    assert [violation.rule for violation in forgotten.ordering.violations] == ["in_before_use"] * 6
 
 
 def rename(made: Made, change: Callable[[str], str | None]) -> None:
@@ -179,17 +162,6 @@ def test_what_contradicts_itself_is_a_mismatch(tmp_path: Path, plant: Callable[[
         assert all(words in text for words, text in zip(said, mismatches, strict=True)), mismatches
 
 
-def test_another_summary_does_not_match(tmp_path: Path) -> None:
-    made, summary = train(Plan(num_steps=1))
-    old = {"steps": [{"iteration": 4, "swapped_out_bytes": 48 << 20, "swapped_in_bytes": 48 << 20}]}
-    assert [text.split(": ")[1] for text in judged(made, tmp_path, summary=old).mismatches] == [
-        "the summary has no num_out_copies", "the summary has no num_in_copies"
-    ]  # fmt: skip
-    summary["steps"][0]["iteration"] = 3
-    (mismatch,) = judged(made, tmp_path, summary=summary).mismatches
-    assert mismatch == "step 4 is not in the summary, which has steps 3-3: is it of another run?"
-
-
 @pytest.mark.parametrize(
     ("gone", "storages", "unjudged"),
     [
@@ -207,16 +179,6 @@ def test_what_is_not_released(
     assert found["clean"]
     assert found["reuse_not_judged"]["never_given_back"] == unjudged
     assert found["storages"] == {"num_copied_out": 2, "num_returned": 1, "num_late": 0, **storages}
-
-
-def test_a_site_saved_twice_is_paired_in_order(tmp_path: Path) -> None:
-    made, _ = train(SMALL)
-    rename(made, lambda name: name.replace("layers.1/", "layers.0/"))
-    first, second = judged(made, tmp_path).storages
-    assert first.out.start_ns < second.out.start_ns
-    for storage in (first, second):
-        assert storage.release
-        assert [bool(reload.wait) for reload in storage.reloads] == [True]
 
 
 # ---------------------------------------------------------------------------------------------------- figures
@@ -315,22 +277,6 @@ def test_in_the_emulation_a_wait_inside_an_operator_is_no_compute(tmp_path: Path
     assert analysis.steps[0].compute_busy_ms == 2 + 2 + 1 + 1
 
 
-def test_sets_of_time_agree_with_counting() -> None:
-    draw = random.Random(3)
-    for _ in range(50):
-        first, second = (np.array(sorted(draw.sample(range(60), 2 * draw.randint(0, 6)))) for _ in range(2))
-        a, b = (intervals.union(edges[::2], edges[1::2]) for edges in (first, second))
-        in_a, in_b = ({t for s, e in some for t in range(s, e)} for some in (a, b))
-        assert intervals.total(a) == len(in_a)
-        assert intervals.covered(a[:, 0], a[:, 1], b).sum() == len(in_a & in_b)
-        left = intervals.subtract(a, b)
-        assert {t for s, e in left for t in range(s, e)} == in_a - in_b
-        assert (left[1:, 0] > left[:-1, 1]).all()
-        assert intervals.total(intervals.clip(a, 10, 30)) == len(in_a & set(range(10, 30)))
-    starts, ends = np.array([0, 15, 40]), np.array([10, 31, 50])
-    assert intervals.union(starts, ends, 9).tolist() == [[0, 31], [40, 50]]
-
-
 # ------------------------------------------------------------------------------------------------ both formats
 
 
@@ -382,6 +328,22 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, content: bytes | str | N
         read_trace(path)
 
 
+def test_sets_of_time_agree_with_counting() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        first, second = (np.array(sorted(draw.sample(range(60), 2 * draw.randint(0, 6)))) for _ in range(2))
+        a, b = (intervals.union(edges[::2], edges[1::2]) for edges in (first, second))
+        in_a, in_b = ({t for s, e in some for t in range(s, e)} for some in (a, b))
+        assert intervals.total(a) == len(in_a)
+        assert intervals.covered(a[:, 0], a[:, 1], b).sum() == len(in_a & in_b)
+        left = intervals.subtract(a, b)
+        assert {t for s, e in left for t in range(s, e)} == in_a - in_b
+        assert (left[1:, 0] > left[:-1, 1]).all()
+        assert intervals.total(intervals.clip(a, 10, 30)) == len(in_a & set(range(10, 30)))
+    starts, ends = np.array([0, 15, 40]), np.array([10, 31, 50])
+    assert intervals.union(starts, ends, 9).tolist() == [[0, 31], [40, 50]]
+
+
 @pytest.mark.parametrize(("lacking", "reason"), [("step ", "no range 'step N'"), ("copy_out ", "no range 'copy_out")])
 def test_a_trace_without_steps_or_swapping_is_refused(tmp_path: Path, lacking: str, reason: str) -> None:
     made, _ = train()
@@ -404,51 +366,26 @@ def test_of_nested_calls_with_one_number_the_outer_one_is_the_launch(tmp_path: P
     assert (work.launch_start_ns.tolist(), work.launch_end_ns.tolist()) == ([5_000], [6_000])
 
 
-# --------------------------------------------------------------------------------------------------- the tool
-
-
-def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "analyze_trace.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def write_run(folder: Path, made: Made, summary: object) -> tuple[Path, Path]:
-    path = folder / "run.json"
-    path.write_text(json.dumps(summary))
-    return made.write(folder, "kineto"), path
-
-
-def test_the_tool_judges_a_clean_run_and_overwrites_nothing_that_it_reads(tmp_path: Path) -> None:
-    trace, summary = write_run(tmp_path, *train())
-    done = run_tool(trace, "--summary", summary)
-    assert done.returncode == 0, done.stderr
-    assert "clean: every copy ran in order; number and bytes match the summary" in done.stdout
-    assert json.loads((tmp_path / "findings.json").read_text())["compared_with_summary"]
-    taken = tmp_path / "trace.perfetto.json.gz"
-    trace.rename(taken)
-    before = taken.read_bytes()
-    done = run_tool(taken, "--summary", summary)
-    assert done.returncode == 2
-    assert f"{taken.name} is written there; name another --output folder" in done.stderr
-    assert taken.read_bytes() == before
-
-
-def test_the_tool_fails_with_the_reason(tmp_path: Path) -> None:
+def test_the_tool_fails_with_the_reason_and_overwrites_nothing_that_it_reads(tmp_path: Path) -> None:
     made, summary = train(Plan(bytes_per_ns=1.0, waits=False))
     summary["steps"][0]["num_in_copies"] = 1
-    trace, path = write_run(tmp_path, made, summary)
-    done = run_tool(trace, "--summary", path, "--output", tmp_path / "out")
-    assert done.returncode == 1
-    for words in (
-        "MISMATCHES: 1", "step 4: num_in_copies is 24 in the trace, 1 in the summary", "OUT OF ORDER: 24",
-        "in_before_use: step 4, layers.", "4 more in findings.json",
-    ):  # fmt: skip
-        assert words in done.stdout
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(summary))
+    trace = made.write(tmp_path, "kineto").rename(tmp_path / "trace.perfetto.json.gz")
+    for more, code, said in (
+        (["--summary", path, "--output", tmp_path / "out"], 1, "step 4: num_in_copies is 24 in the trace, 1 in the s"),
+        (["--summary", path], 2, f"{trace.name} is written there; name another --output folder"),
+        (["--summary", trace, "--output", tmp_path / "out"], 2, "not a summary"),
+    ):
+        command = [sys.executable, str(ROOT / "tools" / "analyze_trace.py"), str(trace), *map(str, more)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert said in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        if code == 1:
+            assert "OUT OF ORDER: 24" in done.stdout
+            assert "4 more in findings.json" in done.stdout
     assert not json.loads((tmp_path / "out" / "findings.json").read_text())["clean"]
-    done = run_tool(trace, "--summary", trace)
-    assert done.returncode == 2
-    assert "not a summary" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_every_copy_is_listed_and_perfetto_gets_lanes_slices_and_counters(tmp_path: Path) -> None:
@@ -456,10 +393,10 @@ def test_every_copy_is_listed_and_perfetto_gets_lanes_slices_and_counters(tmp_pa
     save(judged(made, tmp_path, "nsys"), tmp_path)
     head, first, *rest = (tmp_path / "copies.csv").read_text().splitlines()
     assert len(rest) + 1 == len(made.copies("DtoH")) + len(made.copies("HtoD")) == 96
-    copy = made.copies("DtoH")[0]
+    copy, site = made.copies("DtoH")[0], "layers.0/mlp.linear_fc1/0"
     row = dict(zip(head.split(","), first.split(","), strict=True))
-    assert (row["step"], row["group"], row["direction"], row["stream"]) == ("4", "layers.0 mb0", "out", "20")
-    assert (row["site"], row["bytes"]) == ("layers.0/mlp.linear_fc1/0", str(2 << 20))
+    found = [row[name] for name in ("step", "group", "direction", "stream", "site", "bytes")]
+    assert found == ["4", "layers.0 mb0", "out", "20", site, str(2 << 20)]
     assert float(row["start_ms"]) == copy.start / MS
     assert float(row["gb_per_s"]) == round((2 << 20) / (copy.end - copy.start), 3)
     events = json.loads(gzip.decompress((tmp_path / "trace.perfetto.json.gz").read_bytes()))["traceEvents"]
@@ -467,11 +404,9 @@ def test_every_copy_is_listed_and_perfetto_gets_lanes_slices_and_counters(tmp_pa
     assert list(lanes.values()) == ["compute", "copies out (D2H)", "copies in (H2D)", "engine (host)"]
     slices = [event for event in events if event["ph"] == "X"]
     assert all(event["dur"] >= 0 and event["tid"] in lanes for event in slices)
-    out = [event for event in slices if lanes[event["tid"]] == "copies out (D2H)"]
+    out = [event["args"] for event in slices if lanes[event["tid"]] == "copies out (D2H)"]
     assert len(out) == len(made.copies("DtoH"))
-    assert out[0]["args"] == {
-        "group": "layers.0 mb0", "site": "layers.0/mlp.linear_fc1/0", "why": "swap_out", "bytes": 2 << 20, "GB/s": 50.0
-    }  # fmt: skip
+    assert out[0] == {"group": "layers.0 mb0", "site": site, "why": "swap_out", "bytes": 2 << 20, "GB/s": 50.0}
     marks = [event for event in events if event["ph"] == "C"]
     assert {event["args"]["bytes"] >> 30 for event in marks} == {9, 10, 11, 12, 13}
     starts = {found.start for found in kernels(made)}

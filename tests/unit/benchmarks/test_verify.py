@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -82,20 +81,21 @@ def test_what_another_program_holds_is_held_in_every_run_and_told(
 
 
 @pytest.mark.parametrize(
-    ("held_gib", "said"),
+    ("words", "said"),
     [
-        (["-1"], "--held-gib -1.0: must be numbers of GiB, 0 or more"),
-        (["nan"], "--held-gib nan: must be numbers of GiB, 0 or more"),
-        (["1", "inf"], "--held-gib 1.0 inf: must be numbers of GiB, 0 or more"),
-        (["1", "1", "1"], "--held-gib has 3 figures, there are 2 GPUs"),
+        ("equality --held-gib -1", "--held-gib -1.0: must be numbers of GiB, 0 or more"),
+        ("equality --held-gib nan", "--held-gib nan: must be numbers of GiB, 0 or more"),
+        ("equality --held-gib 1 inf", "--held-gib 1.0 inf: must be numbers of GiB, 0 or more"),
+        ("equality --held-gib 1 1 1", "--held-gib has 3 figures, there are 2 GPUs"),
+        *((f"ranks --budget-share {share}", f"--budget-share {share}: must be above 0 and at most 1")
+          for share in ("1.5", "0", "-1", "nan")),
     ],
-)
-def test_what_cannot_be_held_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], holds: list[list[float]],
-    held_gib: list[str], said: str,
-) -> None:  # fmt: skip
+)  # fmt: skip
+def test_what_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], holds: list[list[float]], words: str, said: str
+) -> None:
     with suppress(SystemExit):  # argparse ends the program itself
-        assert status("equality", "--output", tmp_path / "rows.jsonl", "--held-gib", *held_gib) == 1
+        assert status(*words.split(), "--output", tmp_path / "rows.jsonl") == 1
     assert said in capsys.readouterr().err
     assert holds == []
     assert not (tmp_path / "rows.jsonl").exists()
@@ -115,16 +115,6 @@ def test_a_machine_without_a_gpu_is_told_once(
     assert status(what, *small.split(), "--spec", "local", "--output", tmp_path / "rows.jsonl") == 0
 
 
-def test_two_at_once_do_not_lose_each_others_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], holds: list[list[float]]
-) -> None:
-    with (tmp_path / ".rows.jsonl.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert status("equality", "--output", tmp_path / "rows.jsonl") == 1
-    assert "another run is writing it" in capsys.readouterr().err
-    assert holds == []
-
-
 def test_a_budget_is_a_share_of_what_the_unswapped_run_reserved(tmp_path: Path, holds: list[list[float]]) -> None:
     output = tmp_path / "rows.jsonl"
     words = ("ranks", "--case", "tp2-sp-pp2", "cp2", "--steps", 30, "--output", output)
@@ -136,13 +126,6 @@ def test_a_budget_is_a_share_of_what_the_unswapped_run_reserved(tmp_path: Path, 
     ]
     assert [row["num_ranks"] for row in rows] == [4] * 3 + [2] * 3
     assert "--context-parallel-size 2" in rows[-1]["flags"]
-
-
-@pytest.mark.parametrize("share", ["1.5", "0", "-1", "nan"])
-def test_what_is_no_share_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], share: str) -> None:
-    with pytest.raises(SystemExit):
-        status("ranks", "--budget-share", share, "--output", tmp_path / "rows.jsonl")
-    assert f"--budget-share {share}: must be above 0 and at most 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("what", "expected"), [("equality", 1), ("overhead", 0)])

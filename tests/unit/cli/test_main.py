@@ -14,7 +14,6 @@ import pytest
 from megatron.swap.cli import doctor
 from megatron.swap.cli.main import main
 from megatron.swap.native import build
-from tests.unit.native.helpers import NEEDS_COMPILER
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,12 +22,6 @@ def test_a_command_gets_the_flags_after_two_dashes(capsys: pytest.CaptureFixture
     flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
     assert main(["plan", "--gpu", "h200", "--", *flags.split(), "--vocab-size", "256"]) == 0
     assert "tokens/s" in capsys.readouterr().out
-
-
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["paln"])
-    assert "paln" in capsys.readouterr().err
 
 
 def test_plan_loads_neither_torch_nor_a_plotting_library() -> None:
@@ -88,17 +81,6 @@ def test_the_doctor_imports_nothing_of_ours() -> None:
     assert importlib.util.find_spec("megatron.swap.cli.doctor") is not None
     text = Path(doctor.__file__ or "").read_text()
     assert re.findall(r"^\s*(?:from|import) (?:megatron|torch)\b", text, re.MULTILINE) == []
-
-
-@NEEDS_COMPILER
-def test_a_native_part_that_is_built_needs_no_compiler(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build.build(build.cache_folder())
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert doctor.main([]) == 0
-    assert "native" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

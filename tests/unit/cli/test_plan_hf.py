@@ -64,14 +64,6 @@ def test_the_rows_and_the_line_to_type(folder: Path, capsys: pytest.CaptureFixtu
     assert float(rows(of_profile)["planned"][0]) <= float(budget)
 
 
-def test_nothing_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = planned(capsys, f"{OF_LLAMA} --optimizer none --memory-gib 0.1", status=1)
-    least = re.match(r"Does not fit in 0\.1 .* found feasible is ([\d.]+) GiB\.", said)
-    assert least is not None
-    assert 0.1 < float(least[1]) <= float(rows(said)["checkpointing"][0]) + 0.01
-    assert rows(said)["checkpointing"][4] == "no"
-
-
 @pytest.mark.parametrize(
     ("wanted_gib", "is_full", "found"),
     [(120.0, True, "120.00"), (150.0, False, "100.00"), (150.0, True, "at least 150.4")],

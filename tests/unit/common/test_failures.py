@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.swap.common import failures
+from megatron.swap.common.log import logger
 from megatron.swap.common.types import SwapError, UsageError
 
 
@@ -58,3 +60,22 @@ def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv(failures.ERROR_FILE, "/nowhere/error.json")
     fail(UsageError("wrong"))
     assert "No such file" in capsys.readouterr().err
+
+
+def test_without_handlers_lines_go_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
+    logger.info("100 %")
+    logger.setLevel(logging.WARNING)
+    logger.info("dropped")
+    logger.setLevel(logging.INFO)
+    assert capsys.readouterr() == ("", " swap: 100 %\n")
+
+
+def test_handlers_of_the_program_get_them_alone(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger.info("of %s", "ours")
+    assert caplog.record_tuples == [("megatron.swap", logging.INFO, "of ours")]
+    assert capsys.readouterr() == ("", "")

@@ -110,42 +110,30 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert sorted(path.name for path in kept.iterdir()) == [leftovers.LOCK, "precious"]
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+def test_what_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"run-{boot()}-of-another-program").mkdir()  # it has no lock
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / leftovers.LOCK).touch()
     os.mkfifo(tmp_path / f".part-{boot()}-pipe")
-    make_both(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_another_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / f".part-{boot()}-old").touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: 12345)
-        make_both(tmp_path)
-    assert names(tmp_path) == {".part"}
-    make_both(tmp_path)
-    assert names(tmp_path) == set()
-
-
-def test_another_hosts_stay(tmp_path: Path) -> None:
-    """On a shared file system its locks may not show."""
-    (tmp_path / ".part-0badb007-old").touch()
+    (tmp_path / ".part-0badb007-old").touch()  # another host's: on a shared file system its locks may not show
     (tmp_path / "run-0badb007-old").mkdir()
     (tmp_path / "run-0badb007-old" / leftovers.LOCK).touch()
     make_both(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+    kept = set(tmp_path.iterdir())
+    assert len(kept) == 5
+    ours = tmp_path / f".part-{boot()}-old"
+    ours.touch()
 
-
-def test_a_file_system_without_locks_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    (tmp_path / f".part-{boot()}-old").touch()
-    monkeypatch.setattr(leftovers.fcntl, "flock", unsupported)
+    for owner, name, fake in ((os, "geteuid", lambda: 12345), (leftovers.fcntl, "flock", unsupported)):
+        with monkeypatch.context() as patch:  # another user's; a file system without locks
+            patch.setattr(owner, name, fake)
+            make_both(tmp_path)
+        assert set(tmp_path.iterdir()) == {*kept, ours}
     make_both(tmp_path)
-    assert names(tmp_path) == {".part"}
+    assert set(tmp_path.iterdir()) == kept
 
 
 def test_a_plan_whose_writer_was_killed_is_written_by_the_next_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.swap.common.layer_ranges import MOST_LAYERS, format_ranges, parse_ranges
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.types import GIB, UsageError
@@ -41,6 +42,8 @@ def test_layers_are_parsed(text: str, layers: list[int]):
     ("text", "words"),
     [
         ("24", ["24", "0 to 23"]),
+        ("0-99999999999999999999", ["layer 24 is out of range, allowed are 0 to 23"]),
+        ("99999999999999999999", ["layer 99999999999999999999 is out of range"]),
         ("0-30", ["24", "0 to 23"]),
         ("5-3", ["5-3", "backwards", "3-5"]),
         ("a", ["'a'", "0-23 | 0,4-7 | every:2 | all | none"]),
@@ -58,6 +61,11 @@ def test_a_wrong_list_of_layers_is_refused_with_words(text: str, words: list[str
     with pytest.raises(UsageError) as error:
         parse_layers(text, 24)
     assert all(word in str(error.value) for word in ["--swap-layers", *words])
+
+
+@given(st.sets(st.integers(0, MOST_LAYERS - 1), min_size=1))
+def test_layers_round_trip(layers: set[int]) -> None:
+    assert parse_ranges(format_ranges(layers), "here", "0-9") == layers
 
 
 @given(st.text(max_size=12), st.integers(1, 8))

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
-from megatron.swap.common.types import GIB, MIB, UsageError
+from megatron.swap.common.types import GIB, MIB
 from megatron.swap.forecast import flags
 from megatron.swap.forecast.facts import MegatronFacts, model_of
 from megatron.swap.forecast.flags import not_counted, read_flags
@@ -118,16 +118,6 @@ def test_only_hopper_is_known_to_gain() -> None:
     for name, gains in (("h100", True), ("a100-80", False), ("b200", False)):
         fused, flash = (layer_class(model(more), find_gpu(name), (0,)) for more in ("", "--attention-backend flash"))
         assert (flash.forward_ms < fused.forward_ms) is (flash.backward_ms < fused.backward_ms) is gains
-
-
-def test_the_optimizers_peak_has_no_block() -> None:
-    profile = replace(shaped(), optimizer_gib=500.0)
-    assert simulate(profile, swapping(profile)).fragments_gib == profile.fragments_gib
-
-
-def test_unknown_backends_are_refused() -> None:
-    with pytest.raises(UsageError, match="--attention-backend: invalid choice: 'FLASH'"):
-        model("--attention-backend FLASH")
 
 
 def test_which_flag_chooses_it() -> None:

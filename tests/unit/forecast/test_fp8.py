@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.swap.common.plan import Model, check_model, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.forecast import fp8, shape
-from megatron.swap.forecast.facts import MegatronFacts, model_of, state_bytes_of
+from megatron.swap.forecast.facts import MegatronFacts, model_of
 from megatron.swap.forecast.flags import read_flags
 from megatron.swap.forecast.fp8 import RECIPES, RECOMPUTE_INPUTS
 from megatron.swap.forecast.gpus import GPUS, find_gpu
-from megatron.swap.forecast.options import DISK, FULL, PLANNED, STATE, of_training, states_on
+from megatron.swap.forecast.options import DISK, PLANNED, of_training, states_on
 from megatron.swap.forecast.shape import params_of_rank, shape_profile
 from megatron.swap.planner.profile import LayerClass, Profile
 from megatron.swap.planner.simulate import simulate
@@ -238,17 +237,6 @@ def test_the_planner_drops_copies_of_weights_where_that_is_faster(
         assert planned.solution.plan.model == planned.profile.model
 
 
-def test_all_options_count_the_weights_copies() -> None:
-    training = read_flags(f"{FLAGS} {FP8} tensorwise --swap-fp8-weights keep".split())
-    names = {one.name: one for one in of_training(training, H200, 75.0, 64.0)}
-    full, states = names[FULL].prediction, names[PLANNED].states
-    assert full is not None
-    assert full.recompute_ms > 0
-    assert {STATE, DISK} <= names.keys()
-    assert states is not None
-    assert states.fp8_bytes > 1.4
-
-
 @pytest.mark.parametrize(
     ("gpu", "recipe", "message"),
     [("a100-80", "tensorwise", "NVIDIA A100 80 GB SXM has no FP8 in the table. Leave it out, or choose one of h200"),
@@ -334,15 +322,6 @@ def test_moments_in_8_bits_have_transposes_unless_their_state_is_offloaded(gpu: 
     assert states.device_gib(params) == pytest.approx((2 + 4 + 4 + more) * params / GIB)
     offloads = replace(states, offload_fraction=0.5)
     assert offloads.kept_gib(params) == pytest.approx(2 * params / GIB)
-
-
-def test_types_may_be_torchs() -> None:
-    facts = MegatronFacts(
-        num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, micro_batch_size=1, bf16=True, fp8="hybrid",
-        fp8_recipe="tensorwise", use_precision_aware_optimizer=True, main_params_dtype=torch.float32,
-        exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.uint8,
-    )  # fmt: skip
-    assert state_bytes_of(facts) == 4 + 4 + 1
 
 
 @pytest.mark.parametrize(

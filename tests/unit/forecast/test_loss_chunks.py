@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.swap.cli import plan as program
-from megatron.swap.common.types import GIB, LOSS_ROWS, MIB, UsageError
+from megatron.swap.common.types import GIB, LOSS_ROWS, MIB
 from megatron.swap.forecast.flags import read_flags
 from megatron.swap.forecast.gpus import find_gpu
 from megatron.swap.forecast.loss_chunks import FEWEST_TOKENS, choose_num_chunks, loss_bytes, saved_bytes
@@ -39,12 +39,6 @@ def test_bytes_of_chunks(num_chunks: int, rows: float) -> None:
     assert sizes.logits / MIB == pytest.approx(LOGITS_MIB / num_chunks)
     assert sizes.rows == pytest.approx(4 * 128256 * rows)
     assert sizes.gradients == 2 * 8192 * 4096
-
-
-def test_impossible_numbers_are_refused() -> None:
-    for given in ("0", "1025", "-1", "two", "1.5"):
-        with pytest.raises(UsageError, match=rf"--swap-loss-chunks {given}: must be 1 to 1024, or auto"):
-            read_flags([*FLAGS.split(), f"--swap-loss-chunks={given}"])
 
 
 def test_ranks_share_words_tokens_and_sequence() -> None:

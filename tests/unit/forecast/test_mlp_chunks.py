@@ -47,11 +47,13 @@ def test_chunks_are_those_of_torch() -> None:
     for changes in ({"context_parallel": 4}, {"tensor_parallel": 4, "sequence_parallel": True}):
         few = replace(MODEL, seq_length=2, **changes)  # fewer tokens than ranks
         assert [chunk.part for chunk in mlp_chunks(few)] == [1.0]
-
-
-def test_ranks_of_sequence_parallelism_split_their_own_tokens() -> None:
     of_rank = replace(MODEL, seq_length=20, tensor_parallel=2, sequence_parallel=True, mlp_chunks=4)
-    assert [chunk.part for chunk in mlp_chunks(of_rank)] == pytest.approx([0.3, 0.3, 0.3, 0.1])
+    assert [chunk.part for chunk in mlp_chunks(of_rank)] == pytest.approx([0.3, 0.3, 0.3, 0.1]), "its own tokens"
+    assert choose_num_chunks(MODEL) < choose_num_chunks(replace(MODEL, mlp_chunks=8)), "the loss is cut as fine"
+    for changes, said in (({"mlp_chunks": 1000000}, r"1000000 \(above 32\)"),
+                          ({"mlp_chunks": 4, "fp8_recipe": "tensorwise"}, "4 with FP8")):  # fmt: skip
+        with pytest.raises(UsageError, match=rf"--mlp-chunks-for-training {said}: cannot be planned without"):
+            kernels(replace(MODEL, **changes))
 
 
 def test_the_chunks_save_together_what_the_whole_saves() -> None:
@@ -129,20 +131,6 @@ def test_names_follow_from_what_the_norm_saves() -> None:
     assert recorded.planned(3)["mlp.linear_fc1/2"].mib == pytest.approx(0.0625)
     assert "mlp.linear_fc1/3" not in recorded.planned(3)
     assert read_flags(LONG.split()).model.mlp_statistics is None
-
-
-def test_too_many_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"--mlp-chunks-for-training 1000000 \(above 32\): cannot be planned without"):
-        kernels(replace(MODEL, mlp_chunks=1000000))
-
-
-def test_8_bits_need_a_measurement() -> None:
-    with pytest.raises(UsageError, match=r"--mlp-chunks-for-training 4 with FP8: cannot be planned without"):
-        kernels(replace(MODEL, mlp_chunks=4, fp8_recipe="tensorwise"))
-
-
-def test_the_loss_is_cut_as_fine_as_the_mlp() -> None:
-    assert choose_num_chunks(MODEL) < choose_num_chunks(replace(MODEL, mlp_chunks=8))
 
 
 @pytest.mark.parametrize(

@@ -18,20 +18,8 @@ from megatron.swap.common.types import UsageError
 EVENTS = ("on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end", "on_eval_start", "on_eval_end")
 
 
-class Callback:
-    """Bridge's base class: a method for each event, which does nothing."""
-
-    def on_train_start(self, context: Any) -> None: ...
-
-    def on_train_step_start(self, context: Any) -> None: ...
-
-    def on_train_step_end(self, context: Any) -> None: ...
-
-    def on_train_end(self, context: Any) -> None: ...
-
-    def on_eval_start(self, context: Any) -> None: ...
-
-    def on_eval_end(self, context: Any) -> None: ...
+Callback: Any = type("Callback", (), dict.fromkeys(EVENTS, lambda self, context: None))
+"""Bridge's base class: a method for each event, which does nothing."""
 
 
 @dataclass
@@ -56,7 +44,7 @@ def state_with(log_params_norm: bool = False, async_save: bool = False) -> Any:
 
 
 def train(
-    model: list[Any], optimizer: Any, callback: Callback, skipped: tuple[bool, ...] = (), state: Any = None
+    model: list[Any], optimizer: Any, callback: Any, skipped: tuple[bool, ...] = (), state: Any = None
 ) -> None:
     """Fire the events of a run in Bridge's order. Like Bridge, call only methods that the callback overrides."""
     state = state_with() if state is None else state

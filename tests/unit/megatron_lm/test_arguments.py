@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.swap.common.flags import add_swap_flags, settings_of
+from megatron.swap.common.flags import settings_of
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan, save_plan
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
@@ -17,33 +16,10 @@ from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.checks import device_memory_gib, recompute_kinds
 from megatron.swap.trainer.checks import check_forward_step, check_is_gpt
 from megatron.swap.trainer.command_line import swap_config
+from tests.megatron_args import parsed
 
 MODEL = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
 PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"), "norm/0": SitePlan("recompute")}),))
-
-
-def parsed(flags: str, **theirs: object) -> argparse.Namespace:
-    """Return our flags and those of Megatron's that the checks read, for the model of ``MODEL``."""
-    args = add_swap_flags(argparse.ArgumentParser()).parse_args(flags.split())
-    vars(args).update(
-        num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=1,
-        group_query_attention=False, kv_channels=16, seq_length=64, micro_batch_size=2, vocab_size=255,
-        padded_vocab_size=None, make_vocab_size_divisible_by=128, bf16=False, fp16=False, num_experts=None,
-        tensor_model_parallel_size=1, sequence_parallel=False, pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None, context_parallel_size=1, expert_model_parallel_size=1,
-        rank=0, local_rank=0, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
-        bias_swiglu_fusion=True, use_te_activation_func=False, add_bias_linear=True, recompute_granularity=None,
-        recompute_method=None, recompute_modules=None, fp8=None, fp8_recipe="delayed", fp4=None,
-        use_megatron_fsdp=False, use_torch_fsdp2=False, cpu_offloading_num_layers=0,
-        fine_grained_activation_offloading=False, cuda_graph_impl="none", gtp_weight_remat_size=1,
-        expert_gtp_weight_remat_size=1, optimizer_cpu_offload=False, optimizer_cuda_graph=False, log_params_norm=False,
-        async_save=False, qk_clip=False, rl_offload_optimizer_during_inference=False, fp8_param_gather=False,
-        fp4_param_gather=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        main_params_dtype=torch.float32, use_precision_aware_optimizer=False, hidden_dropout=0.0,
-        normalization="LayerNorm", overlap_moe_expert_parallel_comm=False,
-    )  # fmt: skip
-    vars(args).update(theirs)
-    return args
 
 
 @pytest.fixture

@@ -24,19 +24,13 @@ ONE_RANK = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 
 
 def make_attention(
-    *,
-    num_query_groups: int = HEADS,
-    dropout: float = 0.0,
-    mask_type: AttnMaskType = AttnMaskType.causal,
+    *, num_query_groups: int = HEADS, dropout: float = 0.0, mask_type: AttnMaskType = AttnMaskType.causal,
     **options: Any,
-) -> SdpaCoreAttention:
+) -> SdpaCoreAttention:  # fmt: skip
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * CHANNELS,
-        num_attention_heads=HEADS,
-        num_query_groups=num_query_groups,
+        num_layers=1, hidden_size=HEADS * CHANNELS, num_attention_heads=HEADS, num_query_groups=num_query_groups,
         attention_dropout=dropout,
-    )
+    )  # fmt: skip
     return SdpaCoreAttention(config, 1, mask_type, "self", pg_collection=ONE_RANK, **options)
 
 
@@ -48,11 +42,8 @@ def make_inputs(
     def random(length: int, heads: int, channels: int) -> Tensor:
         return torch.randn(length, BATCH, heads, channels, generator=generator).requires_grad_()
 
-    return [
-        random(SEQUENCE, HEADS, CHANNELS),
-        random(num_keys, num_groups, CHANNELS),
-        random(num_keys, num_groups, v_channels),
-    ]
+    sizes = (SEQUENCE, HEADS, CHANNELS), (num_keys, num_groups, CHANNELS), (num_keys, num_groups, v_channels)
+    return [random(*size) for size in sizes]
 
 
 def reference(
@@ -88,27 +79,20 @@ def test_causal_with_grouped_queries(num_groups: int, deterministic: bool) -> No
     assert_same(inputs, attention(*inputs, None), reference(*inputs, causal()))
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_softmax_scale(scale: float | None) -> None:
-    inputs = make_inputs()
-    assert_same(
-        inputs, make_attention(softmax_scale=scale)(*inputs, None), reference(*inputs, causal(), scale)
-    )
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_values_narrower_than_keys(deterministic: bool) -> None:
     inputs = make_inputs(v_channels=CHANNELS - 3)
     attention = make_attention(deterministic=deterministic, k_channels=CHANNELS, v_channels=CHANNELS - 3)
     context = attention(*inputs, None)
-    assert context.shape == (SEQUENCE, BATCH, HEADS * (CHANNELS - 3))
+    assert context.shape == (SEQUENCE, BATCH, HEADS * (CHANNELS - 3)), "as Megatron flattens it"
     assert_same(inputs, context, reference(*inputs, causal()))
 
 
-def test_more_keys_than_queries() -> None:
+def test_a_scale_and_more_keys_than_queries() -> None:
+    inputs = make_inputs()
+    assert_same(inputs, make_attention(softmax_scale=0.3)(*inputs, None), reference(*inputs, causal(), 0.3))
     inputs = make_inputs(num_keys=SEQUENCE + 5)
-    allowed = causal(SEQUENCE, SEQUENCE + 5)
-    assert_same(inputs, make_attention()(*inputs, None), reference(*inputs, allowed))
+    assert_same(inputs, make_attention()(*inputs, None), reference(*inputs, causal(SEQUENCE, SEQUENCE + 5)))
 
 
 def document_mask() -> Tensor:
@@ -117,31 +101,17 @@ def document_mask() -> Tensor:
     return (document[:, :, None] != document[:, None, :])[:, None]
 
 
-@pytest.mark.parametrize("num_groups", [HEADS, 2])
-def test_given_mask_beside_causality(num_groups: int) -> None:
-    inputs = make_inputs(num_groups)
-    attention = make_attention(num_query_groups=num_groups, use_given_mask=True)
-    assert_same(inputs, attention(*inputs, document_mask()), reference(*inputs, causal() & ~document_mask()))
-
-
-def test_mask_that_comes_along_is_taken_for_the_causal_one() -> None:
-    inputs = make_inputs()
-    attention = make_attention()
-    torch.testing.assert_close(
-        attention(*inputs, ~causal()[None, None]), attention(*inputs, None), rtol=0, atol=0
-    )
-
-
-def test_arbitrary_mask() -> None:
-    inputs = make_inputs()
-    attention = make_attention(mask_type=AttnMaskType.arbitrary)
-    assert_same(inputs, attention(*inputs, document_mask()), reference(*inputs, ~document_mask()))
-
-
-def test_mask_type_of_a_call_goes_before_that_of_the_layer() -> None:
-    inputs = make_inputs()
-    context = make_attention()(*inputs, None, attn_mask_type=AttnMaskType.no_mask)
-    everything = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool)
+def test_masks() -> None:
+    for num_groups in (HEADS, 2):
+        inputs = make_inputs(num_groups)
+        attention = make_attention(num_query_groups=num_groups, use_given_mask=True)
+        assert_same(inputs, attention(*inputs, document_mask()), reference(*inputs, causal() & ~document_mask()))
+    inputs, attention = make_inputs(), make_attention()
+    torch.testing.assert_close(attention(*inputs, ~causal()[None, None]), attention(*inputs, None), rtol=0, atol=0)
+    arbitrary = make_attention(mask_type=AttnMaskType.arbitrary)
+    assert_same(inputs, arbitrary(*inputs, document_mask()), reference(*inputs, ~document_mask()))
+    everything = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool)  # the type of a call goes before the layer's
+    context = attention(*inputs, None, attn_mask_type=AttnMaskType.no_mask)
     assert_same(inputs, context, reference(*inputs, everything))
 
 
@@ -192,33 +162,17 @@ def test_dropout_keeps_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(mean, reference(*inputs, causal()).detach(), rtol=0, atol=0.12)
 
 
-def test_layout_is_one_that_megatron_can_flatten() -> None:
-    context = make_attention()(*make_inputs(), None)
-    assert context.shape == (SEQUENCE, BATCH, HEADS * CHANNELS)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
-        ({"window_size": (4, 0)}, "--window-size"),
-        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
-    ],
-)
-def test_unsupported_settings_name_their_flag(options: dict[str, Any], named: str) -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
-    for name, value in options.items():
+def test_what_is_refused() -> None:
+    for name, value, flag in (("context_parallel_size", 2, "--context-parallel-size 2"),
+                              ("window_size", (4, 0), "--window-size"),
+                              ("softmax_type", "learnable", "--softmax-type learnable")):  # fmt: skip
+        config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
         setattr(config, name, value)
-    with pytest.raises(UsageError, match=named):
-        SdpaCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=ONE_RANK)
-
-
-def test_packed_sequences_and_bias_are_refused() -> None:
-    attention = make_attention()
-    with pytest.raises(UsageError, match="packed"):
-        attention(*make_inputs(), None, packed_seq_params=object())
-    with pytest.raises(UsageError, match="bias"):
-        attention(*make_inputs(), None, attention_bias=torch.zeros(1))
+        with pytest.raises(UsageError, match=flag):
+            SdpaCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=ONE_RANK)
+    for given in ({"packed_seq_params": object()}, {"attention_bias": torch.zeros(1)}):
+        with pytest.raises(UsageError, match=r"packed|bias"):
+            make_attention()(*make_inputs(), None, **given)
 
 
 def core_attention_of(layer: ModuleSpec) -> Any:
@@ -233,6 +187,8 @@ def test_spec_is_copied_not_changed(latent: bool) -> None:
     assert core_attention_of(ours).params == {"deterministic": True, "use_given_mask": False}
     assert core_attention_of(shared) is DotProductAttention
     assert ours.submodules.mlp is shared.submodules.mlp
+    shared.submodules.self_attention.submodules.core_attention = object  # another one stays
+    assert with_core_attention(shared, ModuleSpec(module=SdpaCoreAttention)) is shared
 
 
 def test_every_layer_of_a_mixture_of_experts_is_reached() -> None:
@@ -244,9 +200,3 @@ def test_every_layer_of_a_mixture_of_experts_is_reached() -> None:
     ours = with_core_attention(block, ModuleSpec(module=SdpaCoreAttention))
     assert [core_attention_of(layer).module for layer in ours.layer_specs] == [SdpaCoreAttention] * 2
     assert [core_attention_of(layer) for layer in block.layer_specs] == [DotProductAttention] * 2
-
-
-def test_another_core_attention_stays() -> None:
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = object
-    assert with_core_attention(spec, ModuleSpec(module=SdpaCoreAttention)) is spec

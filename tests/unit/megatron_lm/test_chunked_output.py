@@ -249,44 +249,26 @@ def deferred(head: Head, num_chunks: int = 5) -> tuple[DeferredLogits, torch.Ten
     return DeferredLogits(output, head.hidden, head.weight, lambda: whole), whole
 
 
-def test_the_largest_logits_are_found_in_chunks(group: Any) -> None:
-    logits, whole = deferred(Head(group))
-    with torch.no_grad():
-        values, indices = logits.max(dim=-1)
-        assert torch.equal(values, whole.max(dim=-1).values)
-        assert torch.equal(indices, whole.max(dim=-1).indices)
-        assert torch.equal(torch.argmax(logits, dim=-1), whole.argmax(dim=-1))  # type: ignore[call-overload]
-
-
-def test_acceptance_of_later_tokens_needs_no_whole(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron counts accepted tokens by a largest logit over ranks, and multiplies by the words of a rank."""
-    head = Head(group)
-    logits, whole = deferred(head)
-    logits._whole = lambda: pytest.fail("the whole was computed")  # type: ignore[assignment, return-value]
-    with torch.no_grad():
-        found = multi_token_prediction._vocab_parallel_argmax(logits, group, 1)  # type: ignore[arg-type]
-    assert torch.equal(found, whole.argmax(dim=-1))
-    assert logits.shape == logits.size() == whole.shape
-    assert [logits.size(dim) for dim in (0, 1, -1)] == [whole.size(dim) for dim in (0, 1, -1)]
-
-
-def test_without_gradients_they_are_the_whole(group: Any) -> None:
+def test_without_gradients_they_are_the_whole_and_largest_ones_are_found_in_chunks(group: Any) -> None:
     logits, whole = deferred(Head(group))
     with torch.no_grad():
         assert torch.equal(logits.transpose(0, 1), whole.transpose(0, 1))
         assert torch.equal(torch.softmax(logits, -1), whole.softmax(-1))  # type: ignore[call-overload]
         assert torch.equal((logits * 0.5).float(), (whole * 0.5).float())
+        # Megatron counts accepted tokens by a largest logit over ranks, and multiplies by the words of a rank.
+        logits._whole = lambda: pytest.fail("the whole was computed")  # type: ignore[assignment, return-value]
+        assert all(map(torch.equal, logits.max(dim=-1), whole.max(dim=-1)))
+        assert torch.equal(torch.argmax(logits, dim=-1), whole.argmax(dim=-1))  # type: ignore[call-overload]
+        found = multi_token_prediction._vocab_parallel_argmax(logits, group, 1)  # type: ignore[arg-type]
+    assert torch.equal(found, whole.argmax(dim=-1))
+    assert logits.shape == logits.size() == whole.shape
+    assert [logits.size(dim) for dim in (0, 1, -1)] == [whole.size(dim) for dim in (0, 1, -1)]
     assert not hasattr(logits, "__len__")
-
-
-def test_in_training_no_other_use_is_made_of_them(group: Any) -> None:
-    logits, _ = deferred(Head(group))
     uses: dict[str, Callable[[], Any]] = {
-        "transpose": lambda: logits.transpose(0, 1),
+        "transpose": lambda: logits.transpose(0, 1), "max": lambda: logits.max(-1),
         "softmax": lambda: torch.softmax(logits, -1),  # type: ignore[call-overload]
-        "max": lambda: logits.max(-1),
-    }
-    for name, use in uses.items():
+    }  # fmt: skip
+    for name, use in uses.items():  # in training
         with pytest.raises(UsageError, match=rf"uses its logits \({name}\) outside its own loss.* Drop --swap-loss"):
             use()
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.swap.common.flags import add_swap_flags
-from megatron.swap.common.types import UsageError
 from megatron.swap.trainer.command_line import add_swap_args
 
 
@@ -74,18 +73,3 @@ def test_ours_are_known_where_unknown_flags_are_ignored(
     with pytest.raises(SystemExit):
         parser.parse_known_args(["--theirs", "3", flag, "all"])
     assert capsys.readouterr().err == f"\nerror: {flag} is not a flag: the nearest is --swap-layers.\n"
-
-
-@pytest.mark.parametrize("level", ["info", "debug"])
-def test_errors_that_nobody_catches(
-    parser: argparse.ArgumentParser, level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    usual: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, where: usual.append(error))
-    monkeypatch.setattr(sys, "argv", ["program", "--swap-log-level", level])
-    add_swap_args(parser).parse_args()
-    ours, other = UsageError("ours"), ValueError("another")
-    for error in (ours, other):
-        sys.excepthook(type(error), error, None)
-    assert usual == ([other] if level == "info" else [ours, other])
-    assert capsys.readouterr().err == ("\nerror: ours\n" if level == "info" else "")

@@ -87,13 +87,6 @@ def test_equal_to_the_bit(group: Any, dtype: torch.dtype, length: int) -> None:
     assert_equal(ours, theirs)
 
 
-def test_chunks_are_large_enough_and_cover_all() -> None:
-    for num_rows in (1, ROWS - 1, ROWS, 2 * ROWS - 1, 2 * ROWS, 1000):
-        chunks = [range(num_rows)[chunk] for chunk in cross_entropy._chunks(torch.empty(num_rows, 1))]
-        assert [row for chunk in chunks for row in chunk] == list(range(num_rows))
-        assert all(min(ROWS, num_rows) <= len(chunk) < 2 * ROWS for chunk in chunks)
-
-
 class Largest(TorchDispatchMode):
     """Records the largest tensor in single precision that any operation returns."""
 
@@ -184,14 +177,6 @@ def test_the_rest_stays_with_megatron(group: Any, what: str) -> None:
     for given in asked:
         assert given[0] is logits
     assert [given[1:] for given in asked] == [(target, smoothing, {"tp_group": group}), (target, smoothing, {})]
-
-
-def test_without_a_group_it_is_megatrons(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "get_tensor_model_parallel_group", lambda: group)
-    logits = torch.randn(4, BATCH, VOCABULARY, dtype=torch.bfloat16)
-    target = torch.zeros(4, BATCH, dtype=torch.long)
-    replaced = cross_entropy.chunked_cross_entropy(None)  # type: ignore[arg-type]  # Megatron's must not be called
-    assert torch.equal(replaced(logits, target), replaced(logits, target, 0.0, group))
 
 
 @pytest.mark.gpu

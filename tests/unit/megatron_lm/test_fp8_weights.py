@@ -18,7 +18,7 @@ from megatron.swap.megatron_lm.fp8_weights import PACKAGE, recompute_weights
 from megatron.swap.patches import registry, te_restored_weight
 from megatron.swap.trainer.command_line import swap_config
 from megatron.swap.trainer.fp8_weights import choose_fp8_weights
-from tests.unit.megatron_lm.test_loss_chunks import parsed
+from tests.megatron_args import parsed
 
 RECOMPUTE = "--swap-fp8-weights recompute"
 IN_8_BITS = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": False,
@@ -61,28 +61,16 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def test_linear_layers_keep_no_copies_until_the_end(upstream: types.ModuleType) -> None:
-    asked, fresh, experts = Linear(), LayerNormLinear(), GroupedLinear()
+    asked, fresh, of_fsdp2, experts = Linear(), LayerNormLinear(), Linear(), GroupedLinear()
     assert not asked.is_fsdp2
-    keep = recompute_weights(nn.ModuleList([asked, fresh, experts]))
-    assert asked.is_fsdp2
-    assert fresh.is_fsdp2
+    of_fsdp2._is_fsdp2 = True
+    keep = recompute_weights(nn.ModuleList([asked, fresh, of_fsdp2, experts]))
+    assert [one.is_fsdp2 for one in (asked, fresh, of_fsdp2, experts)] == [True, True, True, False]
     assert not asked._fp8_workspaces
-    assert not experts.is_fsdp2
     assert experts._fp8_workspaces, "experts keep theirs"
     keep()
-    assert not asked.is_fsdp2
-    assert not fresh.is_fsdp2
-
-
-def test_layers_of_fsdp2_stay_what_they_are(upstream: types.ModuleType) -> None:
-    layer = Linear()
-    layer._is_fsdp2 = True
-    recompute_weights(nn.ModuleList([layer]))()
-    assert layer.is_fsdp2
-
-
-def test_a_stage_without_layers_is_left_alone(upstream: types.ModuleType) -> None:
-    recompute_weights(nn.ModuleList([nn.Embedding(2, 2)]))()
+    assert [one.is_fsdp2 for one in (asked, fresh, of_fsdp2)] == [False, False, True]
+    recompute_weights(nn.ModuleList([nn.Embedding(2, 2)]))()  # a stage without layers
 
 
 def test_a_library_that_always_keeps_them_is_refused(upstream: types.ModuleType) -> None:

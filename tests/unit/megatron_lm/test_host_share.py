@@ -18,38 +18,29 @@ def share(host_gib: float, *, swaps: bool = True, **settings: object) -> HostSha
     return host_share(given, swaps)
 
 
-def test_nothing_swaps() -> None:
-    assert share(1.0, swaps=False).limit_bytes == MIB
+@pytest.mark.parametrize(
+    ("limit_mib", "activation_mib", "disk_bytes", "buffers_mib", "state_mib"),
+    [
+        (100, 30, 0, 0, 70), (100, 0, 0, 0, 100),  # without a disk state takes what activations leave
+        (100, 80, GIB, 10, 45), (100, 20, GIB, 10, 70),  # with a disk each has half at least
+        (100, 0, GIB, 10, 45), (100, 0, GIB, 0, 100),
+        (100, 0, 1, 10, 89), (100, 0, 20 * MIB, 10, 70), (100, 0, 50 * MIB, 10, 45),  # a small disk: as without one
+    ],
+)  # fmt: skip
+def test_memory_of_state(
+    limit_mib: int, activation_mib: int, disk_bytes: int, buffers_mib: int, state_mib: int
+) -> None:
+    found = HostShare(limit_mib * MIB, activation_mib * MIB, disk_bytes, buffers_mib * MIB)
+    assert found.optimizer_bytes // MIB == state_mib
 
 
-def test_without_a_disk_state_takes_what_activations_leave() -> None:
-    assert HostShare(100 * MIB, 30 * MIB + 1, 0, 0).optimizer_bytes == 69 * MIB
-    assert HostShare(100 * MIB, 0, 0, 0).optimizer_bytes == 100 * MIB
-
-
-def test_with_a_disk_each_has_half_at_least() -> None:
-    assert HostShare(100 * MIB, 80 * MIB, GIB, 10 * MIB).optimizer_bytes == 45 * MIB
-    assert HostShare(100 * MIB, 20 * MIB, GIB, 10 * MIB).optimizer_bytes == 70 * MIB
-    unknown = HostShare(100 * MIB, 0, GIB, 10 * MIB)  # the planner decides, say
-    assert unknown.optimizer_bytes == 45 * MIB
-    alone = HostShare(100 * MIB, 0, GIB, 0)
-    assert alone.optimizer_bytes == 100 * MIB
-
-
-def test_a_small_disk_leaves_state_as_much_room_as_none() -> None:
-    for disk_bytes, expected_mib in ((1, 89), (20 * MIB, 70), (50 * MIB, 45)):
-        assert HostShare(100 * MIB, 0, disk_bytes, 10 * MIB).optimizer_bytes // MIB == expected_mib
-
-
-def test_buffers_before_a_disk_are_counted() -> None:
+def test_buffers_and_the_guard_have_their_part() -> None:
+    assert share(1.0, swaps=False).limit_bytes == MIB, "nothing swaps"
     found = share(1.0, policy="auto", disk_dir=".", optimizer=1.0)
     assert found.buffers_bytes == 7 * (64 * MIB + 64 * 1024)
     assert found.optimizer_bytes == (GIB - found.buffers_bytes) // 2
     assert share(1.0, policy="auto").buffers_bytes == 0
-
-
-def test_a_guard_swaps_no_layers_so_it_needs_no_buffers() -> None:
-    found = share(1.0, swaps=False, optimizer=1.0, oom_guard=True, disk_dir=".")
+    found = share(1.0, swaps=False, optimizer=1.0, oom_guard=True, disk_dir=".")  # swaps no layers, needs no buffers
     assert (found.buffers_bytes, found.guard_bytes) == (0, GIB // 4)
     assert found.optimizer_bytes == GIB - found.guard_bytes
     assert share(1.0, swaps=False, oom_guard=True).guard_bytes == GIB // 4
@@ -68,12 +59,9 @@ def test_no_room_for_the_buffers(host_gib: float, settings: dict[str, object]) -
         share(host_gib, disk_dir=".", swaps="policy" in settings, **settings)
 
 
-def test_room_for_the_buffers_and_little_more() -> None:
+def test_just_enough_and_less_than_a_page() -> None:
     for host_gib, optimizer in ((0.028, 1.0), (0.03, "auto")):
         share(host_gib, disk_dir=".", policy="auto", optimizer=optimizer)
-
-
-def test_less_than_a_page() -> None:
     with pytest.raises(HostMemoryError, match="raise --swap-host-gib"):
         share(1e-6, policy="auto")
 

@@ -49,21 +49,19 @@ def test_datasets_that_exist(prefix: str, tmp_path: Path):
     check_data(data(per_split_data_args_path=str(tmp_path / "splits")))
 
 
-def test_no_dataset():
-    with pytest.raises(UsageError) as caught:
-        check_data(data(data_path=["/nowhere/x"]))
-    for words in ("--data-path /nowhere/x: there is no /nowhere/x.idx and no /nowhere/x.bin", "preprocess_data"):
-        assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("given", ["mine", "mine_text_document.bin", "mine_text_document.idx"])
-def test_the_dataset_that_was_meant_is_named(prefix: str, tmp_path: Path, given: str):
-    with pytest.raises(UsageError, match=f"There is {prefix}"):
-        check_data(data(data_path=[str(tmp_path / given)]))
-
-
-def test_half_a_dataset(prefix: str):
+def test_datasets_that_do_not_exist(prefix: str, tmp_path: Path):
+    for given, words in (
+        ("/nowhere/x", r"--data-path /nowhere/x: there is no /nowhere/x.idx and no /nowhere/x.bin.*preprocess_data"),
+        *((str(tmp_path / name), f"There is {prefix}")
+          for name in ("mine", "mine_text_document.bin", "mine_text_document.idx")),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words) as caught:
+            check_data(data(data_path=[given]))
+        assert "\n" not in str(caught.value)
+    for content in (b"", b"MMIDIDX", b"\x00" * 100):
+        Path(f"{prefix}.idx").write_bytes(content)
+        with pytest.raises(UsageError, match=r"mine_text_document\.idx is no index of Megatron's"):
+            check_data(data(data_path=[prefix]))
     Path(f"{prefix}.bin").unlink()
     with pytest.raises(UsageError, match=r"there is no \S*\.bin\. Give"):
         check_data(data(data_path=[prefix]))
@@ -127,13 +125,6 @@ def test_parts_that_nobody_reads(tmp_path: Path):
     check_data(data(train_data_path=[few], split=None, eval_iters=2))
 
 
-def test_a_damaged_index(prefix: str):
-    for content in (b"", b"MMIDIDX", b"\x00" * 100):
-        Path(f"{prefix}.idx").write_bytes(content)
-        with pytest.raises(UsageError, match=r"mine_text_document\.idx is no index of Megatron's"):
-            check_data(data(data_path=[prefix]))
-
-
 def test_conversations_are_a_file(tmp_path: Path):
     (tmp_path / "mine.jsonl").touch()
     check_data(data(sft=True, data_path=[str(tmp_path / "mine.jsonl")]))
@@ -170,19 +161,13 @@ def test_what_packed_documents_do_not_go_with(given: dict[str, object], words: s
     assert "\n" not in str(caught.value)
 
 
-def test_an_older_megatron_packs_no_documents():
+def test_what_packed_documents_go_with():
+    for given in (
+        {}, SFT, SFT | {"context_parallel_size": 2}, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1},
+        {"dataloader_inter_document_masking": False, "transformer_impl": "local", "context_parallel_size": 2},
+    ):  # fmt: skip
+        check_packing(packing(**given))
     args = packing(**SFT)
     del args.dataloader_inter_document_masking, args.hybrid_context_parallel
     with pytest.raises(UsageError, match=r"^--sft cannot be combined with this Megatron, which packs no documents"):
         check_packing(args)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {}, SFT, SFT | {"context_parallel_size": 2}, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1},
-        {"dataloader_inter_document_masking": False, "transformer_impl": "local", "context_parallel_size": 2},
-    ],
-)  # fmt: skip
-def test_what_packed_documents_go_with(given: dict[str, object]):
-    check_packing(packing(**given))

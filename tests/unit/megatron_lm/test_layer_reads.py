@@ -33,36 +33,21 @@ def router() -> Router:
     return made
 
 
-def test_a_plain_layer_may_have_gradients_in_its_turn() -> None:
-    assert may_have_gradients(layer(nn.Linear(2, 2)))
-    assert may_have_gradients(layer(experimental_attention_variant="gated_delta_net"))
-
-
-@pytest.mark.parametrize("options", [{"fp8": "hybrid"}, {"fp4": "e2m1"}, {"experimental_attention_variant": "dsa"}])
-def test_not_one_whose_scales_or_losses_depend_on_them(options: dict[str, str]) -> None:
-    assert not may_have_gradients(layer(nn.Linear(2, 2), **options))
-
-
-def test_not_one_that_counts_tokens() -> None:
-    assert not may_have_gradients(layer(nn.Sequential(router())))
-
-
-def test_buffers_of_a_router_are_counts() -> None:
-    names = attributes_read(router())
-    assert names is not None
-    assert "_buffers" not in names
-    assert "training" in names
-
-
-def test_scales_are_those_of_one_run() -> None:
-    assert forked_random_states(layer(fp8="hybrid").config) is None
-    assert forked_random_states(layer().config) is not None
-
-
-def test_modules_of_the_user_are_not_well_known() -> None:
+def test_what_is_known_of_a_layer() -> None:
     class Own(nn.Module):
         pass
 
+    plain = layer(nn.Linear(2, 2))
+    for one in (plain, layer(experimental_attention_variant="gated_delta_net")):
+        assert may_have_gradients(one)
+    for options in ({"fp8": "hybrid"}, {"fp4": "e2m1"}, {"experimental_attention_variant": "dsa"}):
+        assert not may_have_gradients(layer(nn.Linear(2, 2), **options)), "its scales or losses depend on them"
+    assert not may_have_gradients(layer(nn.Sequential(router()))), "it counts tokens"
+    names = attributes_read(router()) or set()
+    assert "_buffers" not in names, "its buffers are counts"
+    assert "training" in names
+    assert forked_random_states(layer(fp8="hybrid").config) is None
+    assert forked_random_states(plain.config) is not None
     assert is_well_known(layer(nn.Linear(2, 2), router()))
     assert not is_well_known(layer(nn.Sequential(Own())))
 

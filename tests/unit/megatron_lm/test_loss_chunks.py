@@ -1,8 +1,9 @@
-"""``--swap-loss-chunks``: which models and flags run in chunks, and that nothing is left on the model."""
+"""``--swap-loss-chunks``: which models and flags run in chunks, how many, and what is told; nothing is left behind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
+from megatron.swap.common.plan import Model
+from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.loss_chunks import DeferredLogits, chunk_loss
+from megatron.swap.megatron_lm.run_loss import RunLoss
 from megatron.swap.trainer.command_line import swap_config
-from tests.unit.megatron_lm.test_arguments import parsed
+from tests.megatron_args import parsed
 
 
 def output_layer(num_ranks: int = 1, **more: Any) -> ColumnParallelLinear:
@@ -29,7 +33,7 @@ def output_layer(num_ranks: int = 1, **more: Any) -> ColumnParallelLinear:
     return layer
 
 
-class Model(nn.Module):
+class End(nn.Module):
     """A model's end."""
 
     def __init__(self, layer: nn.Module | None, *, post_process: bool = True) -> None:
@@ -42,48 +46,41 @@ class Model(nn.Module):
         return labels, logits
 
 
-def test_other_logits_than_those_of_the_output_layer_are_megatrons() -> None:
-    model = Model(output_layer())
-    chunk_loss(model, lambda: 2)
+def test_nothing_is_left_on_the_model_and_other_logits_are_megatrons() -> None:
+    model, stage = End(output_layer()), End(None, post_process=False)
+    undo = chunk_loss(model, lambda: 2)
     logits = torch.zeros(1)
     assert model.compute_language_model_loss("labels", logits) == ("labels", logits)
-
-
-def test_nothing_is_left_on_the_model() -> None:
-    model = Model(output_layer())
-    undo = chunk_loss(model, lambda: 2)
     assert isinstance(model.output_layer(torch.zeros(3, 1, 4))[0], DeferredLogits)
     undo()
     assert "forward" not in vars(model.output_layer)
-    assert "compute_language_model_loss" not in vars(model)
+    chunk_loss(stage, lambda: 2)()
+    assert not any("compute_language_model_loss" in vars(one) for one in (model, stage))
 
 
 def test_generation_gathers_the_words_of_all_ranks() -> None:
     layer = output_layer(num_ranks=2)
     layer.forward = lambda hidden, **options: (hidden, options)  # type: ignore[assignment]
-    chunk_loss(Model(layer), lambda: 2)
+    chunk_loss(End(layer), lambda: 2)
     hidden = torch.zeros(3, 1, 4)
     assert layer(hidden, weight=None, runtime_gather_output=True) == (
         hidden, {"weight": None, "runtime_gather_output": True},
     )  # fmt: skip
 
 
-def test_a_stage_without_output_layer_is_left_alone() -> None:
-    model = Model(None, post_process=False)
-    chunk_loss(model, lambda: 2)()
-    assert "compute_language_model_loss" not in vars(model)
+
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Model(None), "Model has no output_layer, as"),
+        (lambda: End(None), "End has no output_layer, as"),
         (lambda: nn.Linear(1, 1), "Linear has no output_layer, as"),
-        (lambda: Model(nn.Linear(1, 1)), "is a Linear; it must be Megatron's ColumnParallelLinear"),
-        (lambda: Model(output_layer(bias=torch.zeros(8))), "has a bias, which does not run in chunks"),
-        (lambda: Model(output_layer(2, gather_output=True)), "gathers the words of all tensor-parallel ranks"),
-        (lambda: Model(output_layer(grad_output_buffer=[])), "--defer-embedding-wgrad-compute"),
-        (lambda: Model(output_layer(gtp_remat_size=2)), "has its weight in 2 shards"),
+        (lambda: End(nn.Linear(1, 1)), "is a Linear; it must be Megatron's ColumnParallelLinear"),
+        (lambda: End(output_layer(bias=torch.zeros(8))), "has a bias, which does not run in chunks"),
+        (lambda: End(output_layer(2, gather_output=True)), "gathers the words of all tensor-parallel ranks"),
+        (lambda: End(output_layer(grad_output_buffer=[])), "--defer-embedding-wgrad-compute"),
+        (lambda: End(output_layer(gtp_remat_size=2)), "has its weight in 2 shards"),
     ],
 )
 def test_models_that_are_refused(make: Callable[[], nn.Module], why: str) -> None:
@@ -114,3 +111,50 @@ def test_settings(given: str, found: object) -> None:
     assert config.attaches
     assert config.does_anything
     assert not config.acts
+
+
+MODEL = Model(32, 4096, 14336, 32, 8, 8192, 1, 128256, "transformer_engine", "bf16", gated=True)
+
+
+def run_loss(model: Model = MODEL, **settings: object) -> RunLoss:
+    return RunLoss(Settings(**settings), lambda: model, lambda: False)  # type: ignore[arg-type]
+
+
+def test_the_number_stays_from_the_first_forward_with_gradients_on() -> None:
+    model = replace(MODEL, seq_length=1)
+    loss = RunLoss(Settings(loss_chunks="auto"), lambda: model, lambda: False)
+    with torch.no_grad():
+        assert loss.num_chunks == 1  # the batch is not known yet
+    model = MODEL
+    assert loss.num_chunks == 11
+    model = replace(MODEL, seq_length=131072)
+    assert loss.num_chunks == 11
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "budget_gib", "line"),
+    [
+        ({"loss_chunks": "auto"}, MODEL, None, "auto: the loss runs in 11 chunks and takes 675 MiB"),
+        ({"loss_chunks": "auto"}, replace(MODEL, padded_vocab_size=1024), 80.0, "the loss runs as a whole and takes"),
+        ({"loss_chunks": 8}, MODEL, 80.0, None),
+        ({}, MODEL, None, None),
+        ({}, MODEL, 80.0, "the loss takes 2.57 GiB. --swap-loss-chunks 11 would take 675 MiB and compute the logits"),
+        ({}, MODEL, 400.0, None),
+        ({}, replace(MODEL, padded_vocab_size=1024), 80.0, None),
+    ],
+)  # fmt: skip
+def test_the_line(settings: dict[str, object], model: Model, budget_gib: float | None, line: str | None) -> None:
+    loss = run_loss(model, **settings)
+    said = loss.step_ended(budget_gib)
+    assert (said is None) == (line is None), said
+    assert line is None or line in str(said)
+    assert loss.step_ended(budget_gib) is None, "said once"
+
+
+def test_a_sum_in_fp32_is_told() -> None:
+    """Without fused gradients it takes 2 GiB here: of half the tokens, chunks would save less."""
+    auto = Settings(loss_chunks="auto")
+    line = RunLoss(auto, lambda: MODEL, lambda: True).step_ended(None)
+    assert line == "--swap-loss-chunks auto: the loss runs in 32 chunks and takes 2.21 GiB"
+    short = replace(MODEL, seq_length=4096)
+    assert "as a whole" in str(RunLoss(auto, lambda: short, lambda: True).step_ended(None))

@@ -22,6 +22,7 @@ from megatron.swap.megatron_lm.memory_needs import (
     needs_line,
 )
 from megatron.swap.memory.host_memory import HostCapacity, safe_host_bytes
+from tests.megatron_args import NAMES, OF_A_RUN
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 24, 1024, 8 * 2048, 50304
 PARAMS = LAYERS * (12 * WIDTH**2 + 2 * WIDTH) + 2 * VOCABULARY * WIDTH + WIDTH
@@ -30,35 +31,24 @@ ALL = Settings(layers="all")
 
 def facts(**changes: Any) -> MegatronFacts:
     """The flags of MODEL=350m on a machine without a GPU."""
-    flags = dict(  # noqa: C408
-        num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=4 * WIDTH, num_attention_heads=16, kv_channels=64,
-        seq_length=2048, micro_batch_size=8, padded_vocab_size=VOCABULARY, vocab_size=50257, swiglu=False,
-        group_query_attention=False, num_query_groups=None, multi_latent_attention=False, num_experts=None,
-        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1, data_parallel_size=1,
-        expert_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, sequence_parallel=False,
-        transformer_impl="local", bf16=False, fp16=False, fp8=None, fp4=None, use_megatron_fsdp=False,
-        use_torch_fsdp2=False, init_model_with_meta_device=False, skip_train=False, freeze_all_layers=False,
-        heterogeneous_layers_config_path=None, hybrid_layer_pattern=None, untie_embeddings_and_output_weights=True,
-        accumulate_allreduce_grads_in_fp32=False, use_precision_aware_optimizer=False, optimizer="adam",
-        optimizer_cpu_offload=False, use_distributed_optimizer=False, variable_seq_lengths=False,
-        recompute_granularity=None, recompute_method=None, recompute_num_layers=None, local_rank=0,
-    )  # fmt: skip
-    return MegatronFacts.of(flags | changes)
+    of_350m = {
+        "num_layers": LAYERS, "hidden_size": WIDTH, "ffn_hidden_size": 4 * WIDTH, "num_attention_heads": 16,
+        "kv_channels": 64, "seq_length": 2048, "micro_batch_size": 8, "padded_vocab_size": VOCABULARY,
+        "vocab_size": 50257, "num_query_groups": None, "accumulate_allreduce_grads_in_fp32": False,
+        "recompute_num_layers": None,
+    }  # fmt: skip
+    return MegatronFacts.of(NAMES | OF_A_RUN | of_350m | changes)
 
 
 def capacity(available_gib: float, ranks: int = 1) -> HostCapacity:
     return HostCapacity(24 * GIB, int(available_gib * GIB), None, 0, "", local_world_size=ranks)
 
 
-def test_the_figures_of_350m():
-    """In single precision 16 bytes a parameter, and 16 tensors as wide as the hidden state a layer."""
+def test_the_figures_of_350m() -> None:
+    """In single precision 16 bytes a parameter, and 16 tensors as wide as the hidden state a layer; on a GPU in bf16
+    18 bytes. Swapped activations leave the GPU, offloaded state too."""
     needs = memory_needs(facts(), ALL, on_gpu=False)
-    assert needs.model_bytes == 16 * PARAMS
-    assert needs.activation_bytes == LAYERS * 16 * TOKENS * WIDTH * 4
-
-
-def test_what_a_gpu_holds():
-    """18 bytes a parameter in bf16; swapped activations leave it, offloaded state too."""
+    assert (needs.model_bytes, needs.activation_bytes) == (16 * PARAMS, LAYERS * 16 * TOKENS * WIDTH * 4)
     args = facts(bf16=True, accumulate_allreduce_grads_in_fp32=True)
     assert memory_needs(args, ALL, on_gpu=True) == MemoryNeeds(18 * PARAMS)
     assert memory_needs(args, replace(ALL, optimizer=1.0), on_gpu=True) == MemoryNeeds(6 * PARAMS)
@@ -125,13 +115,10 @@ def test_a_cgroup_counts(tmp_path: Path):
         check_host(needs, safe_host_bytes(1, root=tmp_path), facts())
 
 
-def test_too_much_for_the_gpu():
+def test_too_much_for_the_gpu_and_the_line() -> None:
     check_device(MemoryNeeds(GIB), GIB)
     with pytest.raises(OutOfMemoryAhead, match=r"at least 80.00 GiB on each rank, and the GPU has 79.00 GiB. Offl"):
         check_device(MemoryNeeds(80 * GIB), 79 * GIB)
-
-
-def test_the_line():
     assert needs_line(MemoryNeeds(GIB, 2 * GIB), 16 * GIB) == (
         "at least 1.00 GiB for model and optimizer, 2.00 GiB for activations; there are 16.00 GiB"
     )

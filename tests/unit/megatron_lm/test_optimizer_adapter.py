@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,19 +108,6 @@ def test_a_method_that_this_megatron_lacks_is_an_error(method: str, monkeypatch:
     assert [set(vars(owner)) for owner in (optimizer, optimizer.optimizer)] == before
 
 
-def test_what_is_removed_can_be_installed_again() -> None:
-    optimizer, plain = megatrons_optimizer(), megatrons_optimizer()
-    adapted = adapted_by(swapped(optimizer))
-    adapted.remove()
-    adapted.remove()
-    adapted.install()
-    for number in range(2):
-        step(optimizer, number)
-        step(plain, number)
-    adapted.stepper.materialize()
-    assert all(map(torch.equal, params_of(optimizer), params_of(plain)))
-
-
 def test_after_training_broke_off_state_can_be_saved() -> None:
     """A script that catches the error saves: nothing has waited for copies, and Megatron's methods are its own
     again."""
@@ -159,3 +147,18 @@ def test_a_distributed_optimizer_is_saved_without_copies_of_its_state(monkeypatc
     assert optimizer.state_dict() == plain.optimizer.state_dict()["param_groups"]
     assert "state_dict" not in vars(inner)
     swap.close()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_state_is_loaded_behind_layers_of_the_last_micro_batch(num_micro_batches: int) -> None:
+    swap = OptimizerSwap.__new__(OptimizerSwap)
+    swap._has_backward, swap._num_forwards, swap._num_micro_batches = True, {}, lambda: num_micro_batches
+    swap._overlap = Mock()
+    swap._overlap.on_layer_backward_end.return_value = None
+    layer, seen = nn.Identity().train(), []
+    for _ in range(num_micro_batches):
+        hidden = torch.ones(2, requires_grad=True)
+        swap._before_layer(layer, (hidden,), {})
+        (hidden * 2).sum().backward()
+        seen.append(swap._overlap.on_layer_backward_end.call_count)
+    assert seen == [*(num_micro_batches - 1) * [0], 1]

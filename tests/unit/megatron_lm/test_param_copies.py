@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from megatron.swap.megatron_lm import param_copies
+from megatron.swap.megatron_lm import accumulators, param_copies
 from megatron.swap.megatron_lm.accumulators import hold_grad_accumulators
 from megatron.swap.patches.cpu import CPU_PATCHES
 from megatron.swap.patches.param_buffer import param_buffer_patch
@@ -138,3 +138,44 @@ def test_a_model_that_fits_once_is_built() -> None:
         build(functools.partial(param_copies.off_device, host_bytes=2 * param_bytes))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def node_of(parameter: nn.Parameter) -> object:
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def test_who_asks_later_gets_the_same_node() -> None:
+    module = nn.Linear(2, 3)
+    nodes = accumulators.hold_grad_accumulators(module)
+    assert [node_of(parameter) for parameter in module.parameters()] == nodes
+    assert [node.variable for node in nodes] == list(module.parameters())
+
+
+def test_frozen_and_shared_parameters() -> None:
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    second.weight = first.weight
+    second.bias.requires_grad_(False)
+    assert len(accumulators.hold_grad_accumulators(nn.ModuleList([first, second]))) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_memory_of_gradients_is_free_at_once() -> None:
+    """Megatron puts hooks on the nodes on another stream. Memory that passes between streams is freed late."""
+
+    def num_late(early: bool) -> int:
+        module = nn.Linear(1024, 1024, bias=False, device="cuda")
+        nodes = accumulators.hold_grad_accumulators(module) if early else []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            nodes.append(node_of(module.weight))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        module(torch.ones(8, 1024, device="cuda")).sum().backward()
+        module.weight.grad = None
+        stats = torch.cuda.memory_stats()
+        late: int = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
+        torch.cuda.synchronize()
+        return late
+
+    assert num_late(early=False) > 0
+    assert num_late(early=True) == 0

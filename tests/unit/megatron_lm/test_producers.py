@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +16,10 @@ from megatron.core.transformer.mlp import MLP
 from torch import nn
 from torch.nn import functional
 
-from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, RESIDUAL, ROTARY, Action
-from megatron.swap.megatron_lm.producers import Producers, record_copy, record_norm_of_linear, record_queries
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, RESIDUAL, ROTARY
+from megatron.swap.megatron_lm.producers import Producers, record_copy, record_queries
 from megatron.swap.patches.registry import UNCHECKED_VARIABLE, apply
-from megatron.swap.patches.te_normalization import te_normalization_patch
 from megatron.swap.patches.te_qkv_layout import te_qkv_layout_patch
-from tests.engine import HIDDEN, Engine, stack
-from tests.recipe_cases import one_step, where_known
 
 
 class Recorder:
@@ -50,39 +45,25 @@ def mlp(activation: Any, **config: bool) -> MLP:
     return module
 
 
-def test_norms_and_plain_activations_tell_until_they_are_given_back():
-    layer = nn.Module()
-    layer.input_layernorm, layer.pre_mlp_layernorm, layer.q_layernorm = nn.LayerNorm(4), IdentityOp(), nn.RMSNorm(4)
-    layer.mlp = mlp(functional.gelu)
-    recorder = Recorder()
-    producers = Producers(recorder)  # type: ignore[arg-type]
-    producers.wrap(layer)
-    hidden = torch.ones(2, 4)
-    for module in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.q_layernorm, layer.mlp.activation_func):
-        module(hidden)
-    assert recorder.told == [NORM, NORM, ACTIVATION]
-    producers.remove()
-    assert layer.mlp.activation_func is functional.gelu
-    assert "forward" not in vars(layer.input_layernorm)
-
-
-@pytest.mark.parametrize(
-    ("activation", "config", "tells"),
-    [
+def test_norms_and_activations_tell_until_they_are_given_back():
+    for activation, config, tells in (
+        (functional.gelu, {}, True), (nn.GELU(), {}, True),
         (functional.gelu, {"bias_activation_fusion": True}, False),
         (functional.silu, {"gated_linear_unit": True}, False),
         (functional.silu, {"gated_linear_unit": True, "use_te_activation_func": True}, True),
-        (nn.GELU(), {}, True),
-    ],
-    ids=["fused", "gated", "te function", "te module"],
-)
-def test_which_activation_functions_tell(activation: Any, config: dict[str, bool], tells: bool):
-    layer = nn.Module()
-    layer.mlp = mlp(activation, **config)
-    recorder = Recorder()
-    Producers(recorder).wrap(layer)  # type: ignore[arg-type]
-    layer.mlp.activation_func(torch.ones(2))
-    assert recorder.told == [ACTIVATION] * tells
+    ):
+        layer = nn.Module()
+        layer.input_layernorm, layer.pre_mlp_layernorm, layer.q_layernorm = nn.LayerNorm(4), IdentityOp(), nn.RMSNorm(4)
+        layer.mlp = mlp(activation, **config)
+        recorder = Recorder()
+        producers = Producers(recorder)  # type: ignore[arg-type]
+        producers.wrap(layer)
+        for module in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.q_layernorm, layer.mlp.activation_func):
+            module(torch.ones(2, 4))
+        assert recorder.told == [NORM, NORM, *[ACTIVATION] * tells]
+        producers.remove()
+        assert layer.mlp.activation_func is activation
+        assert not any("forward" in vars(module) for module in layer.modules())
 
 
 def test_linears_outside_experts_tell_and_only_the_kinds_that_are_wanted():
@@ -150,13 +131,13 @@ def test_the_sum_behind_attention_tells_unless_it_draws(training: bool, dropout:
     assert "forward" not in vars(layer.self_attention.linear_proj)
 
 
-@pytest.mark.parametrize("case", ["not chosen", "tensor parallel", "no sum"])
-def test_layers_without_a_sum_to_make_again_are_left_alone(case: str):
-    make = IdentityOp() if case == "no sum" else get_bias_dropout_add
-    layer = layer_with_sum(make, 2 if case == "tensor parallel" else 1)
-    Producers(Told(), [LINEAR] if case == "not chosen" else [RESIDUAL]).wrap(layer)  # type: ignore[arg-type]
-    assert layer.self_attn_bda is make
-    assert "forward" not in vars(layer.self_attention.linear_proj)
+def test_layers_without_a_sum_to_make_again_are_left_alone():
+    for make, num_ranks, kind in ((get_bias_dropout_add, 1, LINEAR), (get_bias_dropout_add, 2, RESIDUAL),
+                                  (IdentityOp(), 1, RESIDUAL)):  # fmt: skip
+        layer = layer_with_sum(make, num_ranks)
+        Producers(Told(), [kind]).wrap(layer)  # type: ignore[arg-type]
+        assert layer.self_attn_bda is make
+        assert kind is LINEAR or "forward" not in vars(layer.self_attention.linear_proj)
 
 
 # ------------------------------------------------------------------------------------- queries that are cut out
@@ -229,52 +210,6 @@ def test_the_attention_tells_its_queries_until_it_is_given_back(monkeypatch: pyt
 # ----------------------------------------------------------------------------- TransformerEngine's norm and linear
 
 
-def apply_normalization(x: Any, out: Any, weight: Any, bias: Any, eps: float, quantizer: Any, *rest: Any) -> Any:
-    """Normalize as TransformerEngine's function of this name: same arguments, same results."""
-    return torch.ops.aten.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
-
-
-class _NormLinear(torch.autograd.Function):
-    """Normalizes and multiplies, as one function that saves the norm's input and output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, norm_weight: Any, norm_bias: Any, weight: Any) -> Any:
-        module = sys.modules["transformer_engine.pytorch.module.layernorm_linear"]
-        flat = x.view(-1, x.shape[-1])
-        out, mean, rstd = module.apply_normalization(
-            flat, None, norm_weight, norm_bias, 1e-5, None, flat.dtype, "LayerNorm", 0, False
-        )
-        ctx.save_for_backward(flat, norm_weight, norm_bias, weight, out, mean, rstd)
-        return (out @ weight.t()).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x, norm_weight, norm_bias, weight, out, mean, rstd = ctx.saved_tensors
-        grad = grad.reshape(len(out), -1)
-        grads = torch.ops.aten.native_layer_norm_backward(
-            grad @ weight, x, [x.shape[-1]], mean, rstd, norm_weight, norm_bias, [True, True, True]
-        )
-        return (*grads, grad.t() @ out)
-
-
-class NormLinear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _NormLinear.apply(x, self.norm.weight, self.norm.bias, self.linear.weight)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear_qkv = NormLinear()
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states + self.linear_qkv(hidden_states).tanh()
-
-
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> types.ModuleType:
     """Return a fake TransformerEngine whose module ``name`` has one function."""
     parts = name.split(".")
@@ -284,48 +219,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> types
     setattr(module, function.__name__, function)
     monkeypatch.setenv(UNCHECKED_VARIABLE, f"{name}.{function.__name__}")
     return module
-
-
-@pytest.fixture
-def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    return stand_in(monkeypatch, "transformer_engine.pytorch.module.layernorm_linear", apply_normalization)
-
-
-@contextmanager
-def telling(engine: Engine, changed: Callable[[Any], Any] = lambda function: function) -> Iterator[None]:
-    """Record the norm's output within the context. ``changed`` maps the recorded function to another."""
-
-    def tell(function: Any, *what: Any) -> None:
-        record_norm_of_linear(engine.recomputer, changed(function), *what)
-
-    with apply([te_normalization_patch(tell)]):
-        yield
-
-
-def test_the_norm_inside_a_linear_is_recomputed(upstream: types.ModuleType):
-    plain, layers = one_step(stack(3, Layer)), stack(3, Layer)
-    with Engine(layers, policy=where_known(Action.SWAP)) as engine, telling(engine):
-        for _ in range(2):
-            assert one_step(layers).same_as(plain)
-        assert engine.counters.num_recomputed == 3 * 2 * 2
-        assert engine.recomputer.refused == {}
-    assert upstream.apply_normalization is apply_normalization  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("upstream")
-def test_a_norm_that_does_not_make_the_same_again_is_refused():
-    def drifting(function: Any) -> Any:
-        def again(*arguments: Any) -> Any:
-            out, *statistics = function(*arguments)
-            return (out + 1e-6, *statistics)
-
-        return again
-
-    plain, layers = one_step(stack(2, Layer)), stack(2, Layer)
-    with Engine(layers, policy=where_known(Action.SWAP)) as engine, telling(engine, drifting):
-        assert one_step(layers).same_as(plain)
-        assert set(engine.recomputer.refused.values()) == {"its recomputation gave different bits"}
-        assert engine.counters.num_recomputed == 0
 
 
 def get_qkv_layout(q: Any, k: Any, v: Any, qkv_format: str = "sbhd") -> Any:

@@ -16,8 +16,6 @@ from torch import nn
 
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, QUANTIZED
 from megatron.swap.engine import saved_tensors, wrapper_tensors
-from megatron.swap.engine.offload import Offloader
-from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import layer_checkpoint, quantized
 from megatron.swap.megatron_lm.layer_checkpoint import can_recompute_layers, check_full_recomputation
 from megatron.swap.megatron_lm.producers import Producers
@@ -88,13 +86,6 @@ def same(recipe: type[Quantizer], **options: Any) -> tuple[bool, Engine]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_8_bits_save_is_offloaded_and_comes_back_equal(recipe: type[Quantizer]):
-    is_same, engine = same(recipe, swapped=range(3))
-    assert is_same
-    assert engine.counters.out_bytes > 0
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("swapped", [(), range(3)], ids=["kept", "swapped"])
 def test_8_bit_values_are_computed_again(recipe: type[Quantizer], swapped: Any):
     is_same, engine = same(recipe, swapped=swapped, recompute=KINDS)
@@ -105,13 +96,6 @@ def test_8_bit_values_are_computed_again(recipe: type[Quantizer], swapped: Any):
         ACTIVATION: 4 * steps * 4 * TOKENS * HIDDEN,  # linear_fc2's
         QUANTIZED: 4 * steps * 3 * TOKENS * HIDDEN,  # linear_proj's
     }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_the_kinds_that_are_wanted(kind: str):
-    is_same, engine = same(Current, recompute=[kind])
-    assert is_same
-    assert set(engine.recomputer.spared_bytes) == {kind}
 
 
 def test_a_scale_that_has_changed_since_forward_is_not_used(monkeypatch: pytest.MonkeyPatch):
@@ -219,11 +203,6 @@ class TestWrappers:
             is_same = False
         assert not is_same
 
-    def test_a_missing_wait_shows(self, monkeypatch: pytest.MonkeyPatch):
-        wait = "self._counters.add_stall(self._device.timed_wait(compute, handle.out_event))"
-        plant_fault(monkeypatch, Offloader, "_drop", wait, "pass")
-        assert not same(Current, swapped=range(3))[0]
-
     def test_parameters_and_others_subclasses_are_not_taken_apart(self):
         values = Current()
         values.internal = False
@@ -327,19 +306,6 @@ def test_without_the_recipe_the_comparison_refuses(monkeypatch: pytest.MonkeyPat
     assert engine.counters.num_recomputed == 0
 
 
-def test_in_bf16_nothing_is_around_a_recomputation():
-    assert quantization_context() is None
-    recorded = Recomputer.recorded
-    assert recorded.__defaults__ is not None
-    assert recorded.__defaults__[-1]() is None
-
-
-def test_where_nothing_records_nobody_asks_for_a_context():
-    with engine_of(stack(1), recompute=[LINEAR]) as engine:
-        function = engine.recomputer.recorded(LINEAR, torch.sin, None, lambda: pytest.fail("asked"))
-        function(torch.ones(2, requires_grad=True))
-
-
 # ----------------------------------------------------------------------------------------------------- whole layers
 
 
@@ -359,9 +325,6 @@ def test_a_whole_layer_in_8_bits_goes_through_transformer_engines_checkpoint(mon
     monkeypatch.setattr(layer_checkpoint.tensor_parallel, "checkpoint", lambda *given: calls.append(given))
     layer_checkpoint.layer_checkpoint(3, config())(max, tensor)
     assert calls[1][:2] == (max, False)
-
-
-def test_a_whole_layer_in_4_bits_is_refused():
     with pytest.raises(ValueError, match=r"layer 3 .* --fp4-format e2m1.*Drop --fp4-format, or swap"):
         layer_checkpoint.layer_checkpoint(3, config(fp4="e2m1"))
 

@@ -282,70 +282,27 @@ class TestCommandLine:
     def run(self, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "tools/plan.py", *arguments], cwd=ROOT, capture_output=True, text=True)
 
-    def test_from_a_gpus_name_to_a_plan_and_back(self, tmp_path: Path) -> None:
-        plan_path, profile_path = tmp_path / "plan.json", tmp_path / "profile.json"
-        done = self.run("--gpu", "h200", "--memory-gib", "83", "--save", str(plan_path), "--save-profile",
-                        str(profile_path), "--table", "--", *FLAGS.split())  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        plan = load_plan(plan_path)
-        assert plan.predicted is not None
-        assert plan.predicted.peak_gib <= 83 == plan.budget_gib
-        assert plan.profile_sha256 == sha256(load_profile(profile_path))
-        for entry in plan.classes:
-            assert any(line.startswith(entry.layers + " ") for line in done.stdout.splitlines())
-        assert f"{plan.predicted.peak_gib:.2f} GiB" in done.stdout
-        assert non_layer_table(load_profile(profile_path)) in done.stdout
-        again = self.run("--profile", str(profile_path), "--memory-gib", "83", "--save", str(plan_path), "--table")
-        speed, tables = done.stdout.split("\n\n")[2], done.stdout.split("\n\n")[-3:-1]
-        assert all(part in again.stdout for part in tables)
-        assert speed.splitlines()[0] in again.stdout
-        assert load_plan(plan_path) == plan
-        slower = self.run("--profile", str(profile_path), "--memory-gib", "83", "--link-gb-s", "5")
-        assert slower.returncode == 0
-        assert slower.stdout != done.stdout
-
-    def test_the_memory_table(self) -> None:
-        flags = [*FLAGS.split(), "--swap-optimizer", "0.4"]
-        done = self.run("--gpu", "h200", "--host-gib", "60", "--table", "--", *flags)
-        assert done.returncode == 0, done.stderr
-        (table,) = (table for table in done.stdout.split("\n\n") if table.startswith("memory "))
-        rows = {line.split()[0]: [float(word) for word in line.split()[1:3]] for line in table.splitlines()[1:]}
-        training = read_flags(flags)
-        params = params_of_rank(training.model, training.tied)
-        state_gib = 12 * params / GIB
-        assert rows["weights"] == pytest.approx([2 * params / GIB, 0], abs=0.01)
-        assert rows["optimizer"] == pytest.approx([0.6 * state_gib, 0.4 * state_gib], abs=0.01)
-        for column in (0, 1):
-            assert rows["together"][column] == pytest.approx(
-                sum(row[column] for name, row in rows.items() if name != "together"), abs=0.04
-            )
-        assert "40% of it is offloaded" in table
-        refused = self.run("--gpu", "h200", "--host-gib", "10", "--", *flags)
-        assert refused.stderr == (
-            f"error: --host-gib 10: the offloaded optimizer state takes {0.4 * state_gib:.2f} GiB. Lower "
-            "--swap-optimizer among the training flags, or add --swap-disk-dir to them.\n"
-        )
-
     def test_a_plan_file_is_shown(self, tmp_path: Path) -> None:
         path = tmp_path / "plan.json"
         done = self.run("--gpu", "h200", "--memory-gib", "83", "--save", str(path), "--table", "--", *FLAGS.split())
+        assert done.returncode == 0, done.stderr
         shown = self.run("--show", str(path))
         assert shown.returncode == 0, shown.stderr
         heading, table = shown.stdout.split("\n\n")
         assert table.strip() in done.stdout
         said = load_plan(path).predicted
         assert said is not None
+        assert said.peak_gib <= 83
         for words in ("16 layers of 4096", "4 x 4096", "83.00 GiB", f"{said.peak_gib:.2f} GiB", f"{said.step_ms:,.1f}"):
             assert words in heading
         by_hand = replace(load_plan(path), predicted=None, budget_gib=None, classes=(
             PlanClass("0-3", {"mlp/0": SitePlan("swap", 0.25)}), PlanClass("4", {}, ("layer",)), PlanClass("5", {}),
         ))  # fmt: skip
         save_plan(by_hand, path)
-        lines = [line.split() for line in self.run("--show", str(path)).stdout.splitlines()]
-        assert ["0-3", "mlp/0", "0.25", "swap"] in lines
-        assert ["4", "(section", "layer)", "recompute", "recomputed", "as", "a", "whole"] in lines
-        assert ["5", "(no", "sites)", "keep"] in lines
-        assert ["budget", "none"] in lines
+        lines = [" ".join(line.split()) for line in self.run("--show", str(path)).stdout.splitlines()]
+        for line in ("0-3 mlp/0 0.25 swap", "4 (section layer) recompute recomputed as a whole", "5 (no sites) keep",
+                     "budget none"):  # fmt: skip
+            assert line in lines
         assert self.run("--show", str(path), "--gpu", "h200").returncode == 2
 
 

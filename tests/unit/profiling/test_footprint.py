@@ -17,7 +17,7 @@ def keeps_all_but(*classes: PlanClass) -> Plan:
     return Plan(model(4), None, None, None, classes)
 
 
-def test_the_largest_micro_batch_counts() -> None:
+def test_the_most_of_micro_batches_and_steps_counts() -> None:
     meter = FootprintMeter()
     for layer, sizes in ((0, [10, 20]), (1, [5]), (0, [10, 30]), (1, [])):
         meter.begin_layer(layer)
@@ -26,6 +26,10 @@ def test_the_largest_micro_batch_counts() -> None:
         meter.end_layer(layer)
     assert meter.take() == Footprint((LayerFootprint(0, 2, 40), LayerFootprint(1, 1, 5)))
     assert meter.take() == Footprint(())
+    one = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 3, 50, 5)))
+    other = Footprint((LayerFootprint(0, 2, 200, 20), LayerFootprint(2, 1, 1, 1)))
+    most = Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 3, 50, 5), LayerFootprint(2, 1, 1, 1)))
+    assert one.maximum(other) == other.maximum(one) == most
 
 
 def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
@@ -36,15 +40,8 @@ def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
     meter.begin_layer(1, 20)
     meter.add(130)
     meter.end_layer(1)
-    footprint = meter.take().filled_from(measured)
-    assert footprint == Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 1, 130, 20)))
-
-
-def test_the_most_of_several_steps() -> None:
-    one = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 3, 50, 5)))
-    other = Footprint((LayerFootprint(0, 2, 200, 20), LayerFootprint(2, 1, 1, 1)))
-    most = Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 3, 50, 5), LayerFootprint(2, 1, 1, 1)))
-    assert one.maximum(other) == other.maximum(one) == most
+    filled = meter.take().filled_from(measured)
+    assert filled == Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 1, 130, 20)))
 
 
 @pytest.mark.parametrize(("sizes", "called_after"), [((104, 106), None), ((106, 100), 0), ((100, 111), 1)])

@@ -24,7 +24,8 @@ def test_gradients_that_are_made_in_a_step_count() -> None:
     assert made.num_bytes() == 0
 
 
-def test_gradients_that_were_there_do_not_count() -> None:
+def test_what_does_not_count() -> None:
+    """Gradients that were there, views of a buffer, and those of frozen weights."""
     model, made = layers(), MadeGradients()
     model(torch.ones(2, 8)).sum().backward()
     model.zero_grad(set_to_none=False)
@@ -37,14 +38,11 @@ def test_gradients_that_were_there_do_not_count() -> None:
     model(torch.ones(2, 8)).sum().backward()
     assert made.num_bytes() == 4 * 64
 
-
-def test_views_of_a_buffer_and_frozen_weights_do_not_count() -> None:
     model, made = layers(), MadeGradients()
     made.forward_of(model)
     bucket = torch.zeros(64 + 32)
     model[0].weight.grad, model[1].weight.grad = bucket[:64].view(8, 8), bucket[64:].view(4, 8)
     assert made.num_bytes() == 0
-
     model, made = layers().requires_grad_(False), MadeGradients()
     made.forward_of(model)
     model[0].weight.grad = torch.zeros(8, 8)

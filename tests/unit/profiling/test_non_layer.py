@@ -97,16 +97,12 @@ def recorded(chunk: Chunk) -> Recording:
         return engine.recorder.stop()
 
 
-def test_names_and_bytes() -> None:
+def test_names_and_bytes_and_what_others_hold_while_the_loss_is_computed() -> None:
+    """The chunk's own frames hold the norm's output (``head/0``), and its caller the batch."""
     found = recorded(Chunk()).non_layer
     assert [(one.site, one.num_bytes) for one in found] == 2 * list(EXPECTED.items())
     assert {one.chunk for one in found} == {0}
-
-
-def test_what_others_hold_while_the_loss_is_computed_is_told() -> None:
-    """The chunk's own frames hold the norm's output (``head/0``), and its caller the batch."""
-    held = {one.site for one in recorded(Chunk()).non_layer if one.has_external_refs}
-    assert held == {"embedding/0", "model/0", "head/0", "loss/2"}
+    assert {one.site for one in found if one.has_external_refs} == {"embedding/0", "model/0", "head/0", "loss/2"}
 
 
 def test_a_storage_that_a_layer_has_is_not_told_twice() -> None:

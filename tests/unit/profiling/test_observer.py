@@ -36,23 +36,25 @@ def test_each_storage_counts_once_however_many_views_are_saved():
     assert observer.peak_bytes == 2 * NUM_BYTES
 
 
-def test_parameters_and_views_of_them_do_not_count():
-    linear = nn.Linear(32, 32)
-    observer = Observer()
+def test_what_does_not_count_and_what_still_does():
+    """Parameters and views of them, and sparse tensors, which have no storage of their own, do not."""
+    linear, observer = nn.Linear(32, 32), Observer()
     with observer.context(linear):
         output = linear(batch())  # saves the input and the transposed weight
     assert observer.live_bytes == NUM_BYTES
     del output
-
-
-def test_sparse_tensors_do_not_count():
-    """They have no storage of their own."""
     observer = Observer()
     with observer.context(nn.Module()):
         sparse = torch.eye(64).to_sparse().requires_grad_()
         output = torch.sparse.mm(sparse, batch().requires_grad_())  # saves both
     assert observer.live_bytes == NUM_BYTES
-    output.sum().backward()
+    observer, kept = Observer(), batch()
+    with observer.context(nn.Module()):
+        output = kept.clone().requires_grad_() * kept
+    del output
+    assert observer.live_bytes == NUM_BYTES  # dropped by autograd, alive in `kept`
+    del kept
+    assert observer.live_bytes == 0
 
 
 def test_hooks_that_take_the_memory_away_stop_it_counting():
@@ -65,17 +67,6 @@ def test_hooks_that_take_the_memory_away_stop_it_counting():
     assert observer.peak_bytes == NUM_BYTES
     output.sum().backward()
     assert hidden.grad is not None
-    assert observer.live_bytes == 0
-
-
-def test_a_storage_that_is_held_by_others_still_counts():
-    observer = Observer()
-    kept = batch()
-    with observer.context(nn.Module()):
-        output = kept.clone().requires_grad_() * kept
-    del output
-    assert observer.live_bytes == NUM_BYTES  # dropped by autograd, alive in `kept`
-    del kept
     assert observer.live_bytes == 0
 
 

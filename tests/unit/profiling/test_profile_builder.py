@@ -366,16 +366,14 @@ class TestTimesOfOtherSteps:
         assert [site.mib for site in entry.sites] == [10, 30]
         assert timed.non_layer == recorded.non_layer
 
-    def test_the_host_waits_when_its_queue_is_full(self) -> None:
-        recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
+    def test_the_hosts_time_is_the_least_and_that_of_layers_with_hooks_is_not_known(self) -> None:
+        """The host waits when its queue is full. Hooks take it longer."""
+        recording = steps(Script(), [[Layer(0), Layer(1)]])
+        recorded = built(recording, whole_layers=True)
         timed = [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5, host_ms=ms) for ms in (1.1, 2.0, 2.0)]
         (entry,) = with_recorded_times(recorded, timed, WHOLE_LAYER).layers
         assert entry.host_ms == pytest.approx(1.1 / WHOLE_LAYER)
-
-    def test_the_host_of_other_layers_is_not_known(self) -> None:
-        """They have hooks, which take it longer."""
-        recording = steps(Script(), [[Layer(0), Layer(1)]])
-        (entry,) = with_recorded_times(built(recording, whole_layers=True), [recording], WHOLE_LAYER).layers
+        (entry,) = with_recorded_times(recorded, [recording], WHOLE_LAYER).layers
         assert entry.host_ms == 0
 
     def test_such_a_step_is_predicted(self) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from megatron.swap.common.types import KIB, MIB, MemoryRow
+from megatron.swap.common.types import MemoryRow
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.optimizer.param_state import OffloadedTensor
@@ -133,13 +130,6 @@ def rows_of(training: Training, disk: DiskFile | None = None) -> dict[str, Memor
     )  # fmt: skip
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[DiskFile]:
-    made = DiskFile(tmp_path, 64 * MIB)
-    yield made
-    made.close()
-
-
 def counters_bytes(training: Training) -> int:
     """AdamW counts steps in a tensor for each parameter."""
     return 4 * len(training.params)
@@ -173,21 +163,3 @@ def test_what_of_it_is_kept_counts_on_the_device() -> None:
     assert found["optimizer"].device_bytes == before["optimizer"].device_bytes + moved
     assert found["optimizer"].host_bytes == before["optimizer"].host_bytes - moved
     assert found["buffers"].host_bytes == before["buffers"].host_bytes + moved  # its place is kept
-
-
-@pytest.mark.parametrize("is_materialized", [False, True])
-def test_state_on_disk(disk: DiskFile, is_materialized: bool) -> None:
-    training = Training(
-        OPTIMIZERS["adamw"], lambda _: True, disk=disk, limit_bytes=976 * KIB, bucket_bytes=64 * KIB
-    ).steps(2)
-    assert training.stepper is not None
-    if is_materialized:
-        training.stepper.materialize()
-    found = rows_of(training, disk)
-    row = found["optimizer"]
-    assert row.device_bytes == counters_bytes(training)
-    assert row.host_bytes > 0
-    assert row.disk_bytes > 0
-    assert row.host_bytes + row.disk_bytes == STATE_BYTES * sum(param.numel() for param in training.params)
-    assert row.disk_bytes + found["buffers"].disk_bytes == disk.reserved_bytes
-    assert row.host_bytes + found["buffers"].host_bytes == training.arena.reserved_bytes

@@ -23,7 +23,6 @@ from megatron.swap.reporting.summary import (
     refused_lines,
     start_table,
     step_line,
-    table,
     write_json,
 )
 
@@ -44,13 +43,6 @@ def rank(steps: list[StepRecord], layers: list[int], **changes: object) -> RankR
         **changes,
     }
     return RankReport(steps=steps, swapped_layers=layers, **figures)
-
-
-def test_a_table_lines_its_columns_up():
-    lines = table([(1, "abc"), (22222, "d")], ("number", "x")).splitlines()
-    assert len(lines) == 4
-    assert len({len(line) for line in lines}) == 1
-    assert lines[2].split() == ["1", "abc"]
 
 
 def test_the_step_line_has_bytes_and_stall_and_the_peak_where_there_is_one():
@@ -90,25 +82,6 @@ def test_a_device_that_is_full_in_many_steps_is_reported(retries: list[int], exp
     assert (expected or "") in line
 
 
-@pytest.mark.parametrize(
-    ("environment", "expands"),
-    [
-        ({}, False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, True),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments: true"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
-    ],
-)
-def test_either_variable_tells_whether_segments_expand(
-    environment: dict[str, str], expands: bool, monkeypatch: pytest.MonkeyPatch
-):
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert expands_segments() is expands
-
-
 class TestBuildSummary:
     def test_bytes_add_up_over_ranks_and_peaks_are_the_worst(self):
         first = rank([step(1, {0: (9, 9)}, None), step(2, {0: (10, 8)}, None, 5.0)], [0], saved_peak_bytes=300)
@@ -144,6 +117,19 @@ class TestBuildSummary:
         assert [path.name for path in target.parent.iterdir()] == ["summary.json"]
 
 
+def test_either_variable_tells_whether_segments_expand(monkeypatch: pytest.MonkeyPatch):
+    for name, value, expands in (
+        ("PYTORCH_CUDA_ALLOC_CONF", "", False), ("PYTORCH_ALLOC_CONF", "expandable_segments: true", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            for one in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+                patch.delenv(one, raising=False)
+            patch.setenv(name, value)
+            assert expands_segments() is expands
+
+
 def test_the_table_at_the_end_joins_layers_with_equal_figures():
     figures = [(MIB, MIB), (MIB, MIB), (0, 0), (MIB, MIB)]
     layers = [
@@ -154,9 +140,7 @@ def test_the_table_at_the_end_joins_layers_with_equal_figures():
     rows = [line.split() for line in text.splitlines()[2:]]
     assert [row[0] for row in rows] == ["0-1", "2", "3"]
     assert rows[0][-2:] == ["2.00", "MiB"]
-
-
-def test_a_plan_that_swaps_nothing_is_no_matter_of_sizes():
+    assert len({len(line) for line in text.splitlines()}) == 1, "columns line up"
     layers = [{"layer": 0, "swapped_out_bytes": 0, "swapped_in_bytes": 0}]
     assert "--swap-min-mib" in layer_table({"layers": layers, "planning": None})
     assert "plan" in layer_table({"layers": layers, "planning": {}})
@@ -181,6 +165,10 @@ def test_the_table_at_the_start_names_layers_tail_and_memory():
     recomputed = "recomputed       layers 5, 7 of"
     for word in ("0-3, 22-23 of 24: the sites that the plan names", "22-23: backward", recomputed):
         assert word in planned
+    for settings in (Settings(layers="0"), Settings(policy="auto")):
+        lines = start_table(settings, 4, 0, MIB, needs="at least 1 GiB")
+        assert lines[0] == "memory           at least 1 GiB"
+    assert start_table(Settings(layers="0"), 4, 0, MIB, needs="x")[1].startswith("chosen ")
 
 
 def test_sites_that_are_not_recomputed_are_grouped_by_reason():
@@ -201,11 +189,3 @@ def test_recomputed_bytes_add_up_and_reasons_are_told_once():
     assert summary["recompute_refused"] == ["layers.0/mlp/1: why"]
     assert summary["steps"][0]["recomputed_bytes"] == 3 * MIB
     assert "recomputed 3.00 MiB" in step_line(ranks[0].steps[0], None)
-
-
-def test_the_table_at_the_start_names_needs_first():
-    lines = start_table(Settings(layers="0"), 4, 0, MIB, needs="at least 1 GiB")
-    assert lines[0] == "memory           at least 1 GiB"
-    assert lines[1].startswith("chosen ")
-    auto = start_table(Settings(policy="auto"), 4, 0, MIB, needs="at least 1 GiB")
-    assert auto[0] == lines[0]

@@ -174,14 +174,6 @@ def test_refused_models(model: Any, words: str) -> None:
         swap.install(model(), memory_gib=0.01, config=SMALL)
 
 
-def test_full_recomputation_is_combined_with_layers() -> None:
-    model = model_of(**FULL)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with swap.install(model, optimizer, layers="all", config=SMALL) as swapped:
-        train(model, optimizer, 2)
-        assert swapped.stats().out_bytes > 0
-
-
 class OwnBlock(TransformerBlock):
     """As mcore-bridge's block: full recomputation is a method, which Megatron's function does not call."""
 
@@ -252,58 +244,6 @@ def test_a_checkpoint_that_is_not_megatrons(monkeypatch: pytest.MonkeyPatch, tmp
     save_plan(own, saved)
     with pytest.raises(UsageError, match="which is to be recomputed whole, needs Megatron's checkpoint"):
         swap.install(model, optimizer, plan=saved, config=SMALL)
-
-
-def test_two_models_share_the_patches() -> None:
-    """As an actor and a critic in one process."""
-    before = set(registry._in_place)
-    plain, first, second = model_of(), model_of(), model_of()
-    recompute = SMALL | {"recompute": ["norm", "activation"], "verify": True}
-    optimizers = {model: torch.optim.SGD(model.parameters(), 0.1) for model in (plain, first, second)}
-    for model in (first, second):
-        model.load_state_dict(plain.state_dict())
-    one = swap.install(first, optimizers[first], layers="all", config=recompute)
-    two = swap.install(second, optimizers[second], layers="0-1", config=SMALL)
-    for model, optimizer in optimizers.items():
-        train(model, optimizer, 2)
-    one.close()
-    train(second, optimizers[second])
-    assert two.stats().num_steps == 3
-    train(plain, optimizers[plain])
-    two.close()
-    for mine, theirs in zip(plain.parameters(), second.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    assert one.stats().num_steps == 2
-    assert set(registry._in_place) == before
-
-
-def test_without_megatrons_groups_the_pipeline_is_unknown() -> None:
-    model = model_of()
-    parallel_state.destroy_model_parallel()
-    with pytest.raises(UsageError, match="parallel_state is not initialized"):
-        swap.install(model, layers="all")
-
-
-def interrupted(swapped: swap.Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with swapped:
-        train(model, optimizer)
-        _ = model(TOKENS[:, :-1], POSITIONS, MASK, labels=TOKENS[:, 1:]).mean()
-        raise KeyboardInterrupt
-
-
-def test_after_an_error_the_loop_goes_on() -> None:
-    """As in a notebook whose cell was interrupted: nothing is left, and another install works."""
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = set(registry._in_place)
-    for _ in range(2):
-        swapped = swap.install(model, optimizer, layers="all", config=SMALL)
-        with pytest.raises(KeyboardInterrupt):
-            interrupted(swapped, model, optimizer)
-        assert untouched(model)
-        assert set(registry._in_place) == before
-        assert swapped.stats().num_steps == 1
-    train(model, optimizer)
 
 
 def test_a_step_without_a_forward_is_none() -> None:
@@ -477,15 +417,6 @@ def test_wrappers_that_were_put_on_later_stay() -> None:
     train(model, optimizer)  # type: ignore[arg-type]
     assert calls == ["forward", "step"] * 2
     assert swapped.stats().num_steps == 1
-
-
-def test_of_several_stacks_the_deepest_counts() -> None:
-    model = model_of()
-    model.vision = model_of_depth(2).decoder
-    optimizer = torch.optim.SGD(model.decoder.parameters(), 0.1)
-    with swap.install(model, optimizer, layers="2-3", config=SMALL | {"prefetch_gib": 0.0001}) as swapped:
-        train(model, optimizer, 2)
-    assert swapped.stats().num_steps == 2
 
 
 def test_settings_are_those_of_the_flags() -> None:

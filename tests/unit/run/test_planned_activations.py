@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,23 +188,6 @@ def test_accumulation_and_evaluation() -> None:
     assert_planned(mlps, backward=backward)
 
 
-@pytest.mark.slow
-def test_steps_that_are_told() -> None:
-    torch.manual_seed(7)
-    model = mlps()
-    with planned(model, fraction_gib(model, 0.4)) as swapped:
-        for step in range(NUM_STEPS):
-            loss_of(model(rows(step))).backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 1e-3 * parameter.grad
-                    parameter.grad = None
-            swapped.step()
-        swapped.step()  # without a forward it ends nothing
-        assert swapped.stats().num_steps == NUM_STEPS
-        check(swapped.stats())
-
-
 def test_an_evaluation_between_steps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     reserved = {"bytes": GIB // 8}
     monkeypatch.setattr(EmulatedDevice, "reserved_bytes", lambda _: reserved["bytes"])
@@ -307,21 +289,6 @@ def test_a_host_without_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(HostMemoryError, match=r"no memory left for activations: 16 GiB .* host_gib="):
             swap.activations(model, **settings)
     assert "forward" not in vars(model[0])
-
-
-def test_a_fraction_of_the_memory() -> None:
-    model = mlps()
-    with swap.activations(model, memory_fraction=0.5, **QUIET) as swapped:
-        budget_gib = swapped.stats().budget_gib
-    with planned(model, budget_gib) as swapped:
-        assert swapped.stats().budget_gib == budget_gib
-
-
-def test_the_signature_of_the_model_stays() -> None:
-    model = Twice()
-    signature = inspect.signature(model.forward)
-    with planned(model):
-        assert inspect.signature(model.forward) == signature
 
 
 def test_the_least_budget_works() -> None:

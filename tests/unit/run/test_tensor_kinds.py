@@ -196,33 +196,6 @@ def test_transforms_within_a_budget(backward: Any) -> None:
     assert_planned_equal(mlps(4), backward)
 
 
-def test_layers_of_graphs() -> None:
-    assert_equal(Graph)
-    stats = assert_planned_equal(Graph())
-    assert stats.stage != "profile"
-
-
-class Graph(nn.Module):
-    """A network whose layers have sparse buffers, too."""
-
-    class Convolution(Layer):
-        def __init__(self) -> None:
-            super().__init__(torch.sin)
-            self.register_buffer("loops", torch.eye(16).to_sparse(), persistent=False)
-
-        def forward(self, edges: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-            return super().forward(torch.sparse.mm(edges + self.loops, nodes))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Graph.Convolution() for _ in range(4))
-
-    def forward(self, nodes: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            nodes = layer(ROLLED.to_sparse(), nodes)
-        return nodes
-
-
 class Ragged(nn.Module):
     """All that its layers save is jagged, and kept whole."""
 
@@ -271,10 +244,6 @@ class One(torch.autograd.Function):
 
 def two(hidden: torch.Tensor) -> torch.Tensor:
     return One.apply(Two.apply(hidden).tanh())
-
-
-def test_layers_that_save_nothing_to_be_planned() -> None:
-    assert assert_planned_equal(Ragged()).out_bytes == 0
 
 
 # ------------------------------------------------------------------------------------------------ other hooks

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.engine.policy import ManualPolicy
 from megatron.swap.models.hints import ModelHints
-from tests.plain_loop import Mlp, loss_of, mlps, rows, train
+from tests.plain_loop import Mlp, mlps, train
 from tests.planned_loop import NUM_STEPS, QUIET, check, fraction_gib
 from tests.unit.run.test_install import model_of, one_rank  # noqa: F401
 from tests.unit.run.test_install import train as train_megatron
@@ -30,16 +30,6 @@ def test_a_budget_for_a_model_of_pytorch() -> None:
         assert train(model, num_steps=NUM_STEPS).same_as(plain)
         check(run.stats())
     assert run.stats().num_steps == NUM_STEPS - 1  # the last one ends with the next forward
-
-
-def test_the_optimizer_that_is_given_ends_a_step() -> None:
-    torch.manual_seed(7)
-    model = mlps()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with swap.train(model, optimizer, memory_gib=1.0, **QUIET) as run:
-        loss_of(model(rows(0))).backward()
-        optimizer.step()
-        assert run.stats().num_steps == 1
 
 
 class InADict(nn.Module):
@@ -62,21 +52,14 @@ def test_hints_name_the_layers(settings: dict[str, Any]) -> None:
     plain = train(copy.deepcopy(model), num_steps=3)
     with pytest.raises(UsageError, match="no layers were found in InADict"):
         swap.train(model, **settings)
-    with swap.train(model, hints=ModelHints(model, list(model.blocks.values())), **settings, **QUIET) as run:
+    hints = ModelHints(model, list(model.blocks.values()))
+    with swap.train(model, hints=hints, **settings, **QUIET) as run:
         assert train(model, num_steps=3).same_as(plain)
         assert len(run.layers) == 4
         assert run.stats().out_bytes
     assert run.layers == ()
-
-
-def test_hints_serve_twice_and_take_a_policy() -> None:
-    model = mlps()
-    hints = ModelHints(model, list(model))
-    for _ in range(2):
-        with swap.train(model, memory_gib=1.0, hints=hints, **QUIET):
-            train(model, num_steps=1)
-    with swap.train(model, layers=ManualPolicy((1,), (), 0), hints=hints, **QUIET) as run:
-        assert run.chosen == (1,)
+    with swap.train(model, layers=ManualPolicy((1,), (), 0), hints=hints, **QUIET) as run:  # they serve twice
+        train(model, num_steps=1)
     assert run.chosen == (1,)
 
 

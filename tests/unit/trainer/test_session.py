@@ -13,37 +13,19 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.training import training
 from torch import nn
 
-from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.types import MIB, UsageError
 from megatron.swap.megatron_lm import hints
 from megatron.swap.memory.disk_file import DiskError
 from megatron.swap.patches import registry
 from megatron.swap.trainer.session import SwapSession
+from tests.megatron_args import OF_A_RUN, parsed
 
 
 def arguments(*flags: str) -> argparse.Namespace:
     """Return our arguments, and those of Megatron's that the session reads."""
-    args = add_swap_flags(argparse.ArgumentParser()).parse_args(flags)
-    vars(args).update(
-        num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
-        distributed_timeout_minutes=10,
-        add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
-        fp8_recipe="delayed",
-        cpu_offloading_num_layers=0, fine_grained_activation_offloading=False, cuda_graph_impl="none",
-        overlap_moe_expert_parallel_comm=False,
-        gradient_accumulation_fusion=True, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1,
-        use_megatron_fsdp=False, use_torch_fsdp2=False, fp4=None, sequence_parallel=False, hidden_size=64,
-        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1, expert_model_parallel_size=1, num_attention_heads=4, group_query_attention=False,
-        num_query_groups=None, kv_channels=None, ffn_hidden_size=256, seq_length=32, micro_batch_size=1,
-        num_experts=None, padded_vocab_size=256, bf16=False, fp16=False, multi_latent_attention=False,
-        init_model_with_meta_device=False, skip_train=False, freeze_all_layers=False, hybrid_layer_pattern=None,
-        heterogeneous_layers_config_path=None, untie_embeddings_and_output_weights=True, optimizer="adam",
-        accumulate_allreduce_grads_in_fp32=True, use_precision_aware_optimizer=False, optimizer_cpu_offload=False,
-        use_distributed_optimizer=False, data_parallel_size=1, variable_seq_lengths=False, tokenizer_type=None,
-        hidden_dropout=0.0,
-    )
-    return args
+    own = {"num_layers": 2, "seq_length": 32, "micro_batch_size": 1, "padded_vocab_size": 256,
+           "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}  # fmt: skip
+    return parsed(" ".join(flags), **OF_A_RUN, **own)
 
 
 def patched() -> set[str]:
