@@ -28,7 +28,7 @@ Undo = Callable[[], None]
 
 
 class ModelHints:
-    """What a run needs to know of a model with ``layers``, and must do to it.
+    """Facts about a model with ``layers``, and the changes that a run makes to the model.
 
     Args:
         model: the whole model; ``None``: it is not known, so nothing is planned and steps are not counted.
