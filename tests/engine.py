@@ -369,19 +369,29 @@ def train_step(
     return result
 
 
-def plain_and_swapped(
-    layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result], num_steps: int = 2, **options: Any
-) -> tuple[Result, Result]:
-    """Return ``run`` without the engine, and the last of ``num_steps`` runs with it. The engine learns the order in the
-    first."""
+def one_step(layers: nn.ModuleList) -> Result:
+    return train_step(layers, one_after_the_other(2))
+
+
+def result(layers: nn.ModuleList, *losses: torch.Tensor, more: Iterable[torch.Tensor | None] = ()) -> Result:
+    """Return the losses, and ``more`` and the gradients of all parameters."""
+    return Result([loss.detach() for loss in losses], [*more, *(parameter.grad for parameter in layers.parameters())])
+
+
+def compare(
+    layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result] = one_step, num_steps: int = 2, *,
+    offloads: bool = True, **options: Any,
+) -> Engine:  # fmt: skip
+    """Check that each ``run`` is equal to the bit with the engine, which learns the order in the first. Return the
+    closed engine with its counters."""
     plain = run(copy.deepcopy(layers))
     with Engine(layers, **options) as engine:
         for _ in range(num_steps):
-            swapped = run(layers)
+            assert run(layers).same_as(plain)
             assert engine.num_leases == 0, "leases were left over"
-        assert engine.counters.out_bytes > 0, "nothing was swapped"
-        assert not getattr(engine.device, "violations", [])
-    return plain, swapped
+        assert engine.counters.out_bytes > 0 or not offloads, "nothing was offloaded"
+    assert not getattr(engine.device, "violations", [])
+    return engine
 
 
 Run = Callable[[nn.ModuleList, Engine | None], Result]

@@ -3,8 +3,8 @@ tensors."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from megatron.swap.common.types import Action, Site
 from megatron.swap.engine.policy import Policy
-from tests.engine import HIDDEN, Engine, Result, one_after_the_other, stack, train_step
+from tests import engine
+from tests.engine import HIDDEN, Engine, Result, stack
+from tests.engine import one_step as one_step
 from tests.lazy_device import LazyDevice
 
 
@@ -37,20 +39,11 @@ def where_known(otherwise: Action) -> Choice:
 
 
 def compare(
-    layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result], num_steps: int = 2, **options: object
+    layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result] = one_step, num_steps: int = 2, **options: Any
 ) -> Engine:
-    """Check that ``run`` is equal to the bit with the engine. Return the closed engine with its counters."""
-    plain = run(copy.deepcopy(layers))
-    with Engine(layers, **{"device": LazyDevice(), "commit_bytes": 1 << 14, **options}) as engine:
-        for _ in range(num_steps):
-            assert run(layers).same_as(plain)
-            assert engine.num_leases == 0, "leases were left over"
-    assert not engine.device.violations
-    return engine
-
-
-def one_step(layers: nn.ModuleList) -> Result:
-    return train_step(layers, one_after_the_other(2))
+    """Compare on a lazy device, with copies that start inside a layer."""
+    options = {"device": LazyDevice(), "commit_bytes": 1 << 14, **options}
+    return engine.compare(layers, run, num_steps, offloads=False, **options)
 
 
 class Block(nn.Module):

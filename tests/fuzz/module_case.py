@@ -169,9 +169,7 @@ def of(function: Callable[..., Any], out: int = WIDTH) -> Layer:
 
 
 def encoder_layer(choose: random.Random) -> nn.Module:
-    return nn.TransformerEncoderLayer(
-        WIDTH, 2, 32, dropout=choose.choice([0.0, 0.2]), norm_first=choose.random() < 0.5
-    )
+    return nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=choose.choice([0.0, 0.2]), norm_first=choose.random() < 0.5)
 
 
 LAYERS: dict[str, Layer] = {

@@ -57,9 +57,7 @@ def counts(rows: list[Row]) -> dict[str, Any]:
             if (number := sum(bool(row["figures"].get(figure)) for row in compared))
         },
         "features": dict(sorted(Counter(name for row in compared for name in row.get("features", ())).items())),
-        "skipped": dict(Counter(
-            shortened(row) for row in rows if row["outcome"] == "skipped"
-        ).most_common()),
+        "skipped": dict(Counter(shortened(row) for row in rows if row["outcome"] == "skipped").most_common()),
         "seconds": round(sum(row.get("seconds", 0) for row in rows)),
     }  # fmt: skip
 

@@ -18,16 +18,12 @@ from tests.sizes import IS_SHORT, sized
 TIMEOUT_S = 100.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_ranks", "num_cases", "least"),
-    [
-        ("megatron", 1, sized(10, 2, 32), {"reloaded activations": 0.5, "recomputed activations": 0.2,
-                                           "had optimizer state in host memory": 0.1}),
-        ("megatron", 2, sized(2, 1, 8), {"reloaded activations": 0.3}),
-        ("modules", 1, sized(40, 12, 160), {"reloaded activations": 0.8, "copied and kept": 0.3,
-                                              "reloaded late": 0.1}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "num_ranks", "num_cases", "least"), [
+    ("megatron", 1, sized(10, 2, 32), {"reloaded activations": 0.5, "recomputed activations": 0.2,
+                                       "had optimizer state in host memory": 0.1}),
+    ("megatron", 2, sized(2, 1, 8), {"reloaded activations": 0.3}),
+    ("modules", 1, sized(40, 12, 160), {"reloaded activations": 0.8, "copied and kept": 0.3, "reloaded late": 0.1}),
+])  # fmt: skip
 def test_random_models_are_equal_to_the_bit(
     zygote: Zygote, kind: str, num_ranks: int, num_cases: int, least: dict[str, float]
 ) -> None:
@@ -54,21 +50,18 @@ def test_layers_that_are_no_pure_functions_are_equal_or_end_the_run(zygote: Zygo
     assert min(outcomes["equal"], outcomes["refused"]) >= num_cases // 16, outcomes
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault", "first_case", "num_cases"),
-    [
-        ("modules", "uses_before_arrival", 0, 5),
-        pytest.param("modules", "late_writes_unseen", 0, 60, marks=pytest.mark.slow),
-        pytest.param("megatron", "uses_before_arrival", 0, 8, marks=pytest.mark.slow),
-        pytest.param("megatron", "copies_overtake", 0, 40, marks=pytest.mark.nightly),
-        pytest.param("impure", "no_snapshot", 1, 30, marks=pytest.mark.slow),
-        pytest.param("impure", "no_checksum", 8, 30, marks=pytest.mark.slow),
-        pytest.param("impure", "checksum_of_a_part", 4, 30, marks=pytest.mark.nightly),
-        pytest.param("impure", "checksum_without_places", 26, 60, marks=pytest.mark.nightly),
-        pytest.param("impure", "flags_unread", 8, 30, marks=pytest.mark.slow),
-        pytest.param("impure", "never_in_turn", 68, 60, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("kind", "fault", "first_case", "num_cases"), [
+    ("modules", "uses_before_arrival", 0, 5),
+    pytest.param("modules", "late_writes_unseen", 0, 60, marks=pytest.mark.slow),
+    pytest.param("megatron", "uses_before_arrival", 0, 8, marks=pytest.mark.slow),
+    pytest.param("megatron", "copies_overtake", 0, 40, marks=pytest.mark.nightly),
+    pytest.param("impure", "no_snapshot", 1, 30, marks=pytest.mark.slow),
+    pytest.param("impure", "no_checksum", 8, 30, marks=pytest.mark.slow),
+    pytest.param("impure", "checksum_of_a_part", 4, 30, marks=pytest.mark.nightly),
+    pytest.param("impure", "checksum_without_places", 26, 60, marks=pytest.mark.nightly),
+    pytest.param("impure", "flags_unread", 8, 30, marks=pytest.mark.slow),
+    pytest.param("impure", "never_in_turn", 68, 60, marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_a_planted_defect_is_found(zygote: Zygote, kind: str, fault: str, first_case: int, num_cases: int) -> None:
     """Plans follow measured times, so which case finds a defect of a layer that runs again may vary."""
     outcomes: Counter[str] = Counter()

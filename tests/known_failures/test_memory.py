@@ -73,9 +73,7 @@ class TestReloadedTooEarly:
 
     @pytest.mark.parametrize("is_chosen", [True, False], ids=["chosen-window", "own-window"])
     @pytest.mark.parametrize("swapped", [range(4), range(6), (0, 2, 4, 6)], ids=["first", "most", "every-other"])
-    def test_the_peak_of_backward(
-        self, swapped: range, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_peak_of_backward(self, swapped: range, is_chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         window_bytes = group_bytes()
         layers = with_gradients()
         seen: list[int] = []

@@ -23,12 +23,9 @@ Backward = Callable[[nn.Module, Any, int], torch.Tensor]
 
 
 def check(
-    make: Callable[[], nn.Module],
-    data: Callable[[int], Any] = rows,
-    backward: Backward | None = None,
-    *,
+    make: Callable[[], nn.Module], data: Callable[[int], Any] = rows, backward: Backward | None = None, *,
     fraction: float,
-) -> str:
+) -> str:  # fmt: skip
     """Check that training is equal to the bit with every layer offloaded, and within a budget. Return the plan."""
     torch.manual_seed(7)
     model = make()

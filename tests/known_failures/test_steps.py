@@ -13,16 +13,14 @@ from megatron import swap
 from torch import nn
 from torch.nn import functional
 
-from tests.engine import Engine, Layer, Result, batch, forward, loss_of, stack, wrongs
+from tests.engine import Engine, Layer, Result, batch, forward, loss_of, result, stack, wrongs
 from tests.known_failures.meters import num_objects, tensor_memory
 from tests.lazy_device import LazyDevice, LazyEvent, LazyStream
 
 NUM_LAYERS = 6
 
 
-def pipelined(
-    layers: nn.ModuleList, lengths: Sequence[int], between: Callable[[], object] = lambda: None
-) -> Result:
+def pipelined(layers: nn.ModuleList, lengths: Sequence[int], between: Callable[[], object] = lambda: None) -> Result:
     """Run a step of a pipeline's first stage: at most two micro-batches wait for their backward.
 
     Args:
@@ -31,7 +29,6 @@ def pipelined(
     """
     layers.zero_grad(set_to_none=True)
     losses: list[torch.Tensor] = []
-    result = Result()
     for number, length in enumerate(lengths):
         between()
         losses.append(loss_of(forward(layers, batch(number, tokens=length))))
@@ -41,8 +38,8 @@ def pipelined(
     for loss in losses:
         between()
         loss.backward()
-    result.grads = [parameter.grad for parameter in layers.parameters()]
-    return result
+    return result(layers)
+
 
 # ------------------------------------------------------------------------------------ forwards without gradients
 
@@ -107,16 +104,16 @@ class TestForwardsWithoutGradients:
                 for _ in range(4):
                     device.log = []
                     sometimes_only_forward()
-                    result = pipelined(layers, [64] * 4, sometimes_only_forward)
+                    last = pipelined(layers, [64] * 4, sometimes_only_forward)
                     logs.append(device.log)
                 assert engine.num_leases == 0
                 assert device.violations == []
-            return logs, result
+            return logs, last
 
-        (with_passes, result), (without, plain) = run(True), run(False)
+        (with_passes, last), (without, plain) = run(True), run(False)
         assert len(without[-1]) > 50
         assert with_passes == without
-        assert result.same_as(plain)
+        assert last.same_as(plain)
 
     def test_gradients_and_late_reloads(self) -> None:
         late: list[int] = []
@@ -128,9 +125,9 @@ class TestForwardsWithoutGradients:
 
             only_forward()
             for _ in range(3):
-                result = pipelined(layers, [64] * 4, only_forward)
+                last = pipelined(layers, [64] * 4, only_forward)
             late.append(engine.counters.num_late if engine is not None else 0)
-            return result
+            return last
 
         assert wrongs(run, Mixed) == []
         assert late[-1] == 0
@@ -154,14 +151,14 @@ class TestShorterFirstMicroBatch:
 
         def run(layers: nn.ModuleList, engine: Engine | None) -> Result:
             for step in range(4):
-                result = pipelined(layers, lengths)
+                last = pipelined(layers, lengths)
                 if step == 0:  # the order is not known yet
                     late.append(engine.counters.num_late if engine is not None else 0)
             if engine is not None:
                 late.append(engine.counters.num_late)
                 window_bytes = engine.manager.release_budget.window_bytes
                 assert window_bytes == group_bytes(max(lengths))
-            return result
+            return last
 
         assert wrongs(run) == []
         assert late[-1] == late[-2], "reloads were late, though the order was known"
@@ -265,9 +262,7 @@ class TestMemoryGrowsOverSteps:
         torch.manual_seed(1)
         model = Model()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        device_bytes: list[int] = []
-        pinned_bytes: list[int] = []
-        objects: list[int] = []
+        seen: list[tuple[int, int, int]] = []
         with compiler(), tensor_memory() as memory, swap.activations(model.blocks, min_mib=0, host_gib=0.05) as swapped:
             run = torch.compile(model, backend="eager", dynamic=True) if compiled else model
             for step in range(NUM_STEPS):
@@ -281,11 +276,10 @@ class TestMemoryGrowsOverSteps:
                 if step in (NUM_STEPS // 3, NUM_STEPS - 1):  # of the same length
                     stats = swapped.stats()
                     assert stats.held_bytes == 0
-                    device_bytes.append(memory.in_use)
-                    pinned_bytes.append(stats.host_booked_bytes)
-                    objects.append(num_objects())
+                    seen.append((memory.in_use, stats.host_booked_bytes, num_objects()))
             assert stats.out_bytes > NUM_STEPS * 64 * WIDTH
             assert bool(torch._dynamo.utils.counters["frames"]["ok"]) == compiled
-        assert device_bytes[1] <= device_bytes[0]
-        assert pinned_bytes[1] == pinned_bytes[0]
-        assert objects[1] <= objects[0] + 20
+        (device_bytes, pinned_bytes, objects), later = seen
+        assert later[0] <= device_bytes
+        assert later[1] == pinned_bytes
+        assert later[2] <= objects + 20

@@ -34,14 +34,9 @@ def test_a_guard_leaves_memory_for_libraries_and_gives_it_back(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
     memory = FakeMemory(monkeypatch)
-    memory.device.leave_free(True)
-    assert memory.fraction == mine_gib / 160
-    memory.device.leave_free(True)
-    assert memory.fraction == mine_gib / 160
-    memory.device.leave_free(False)
-    assert memory.fraction == 1.0
-    memory.device.leave_free(False)
-    assert memory.fraction == 1.0
+    for leaves, fraction in ((True, mine_gib / 160), (True, mine_gib / 160), (False, 1.0), (False, 1.0)):
+        memory.device.leave_free(leaves)
+        assert memory.fraction == fraction
 
 
 def test_what_a_guard_leaves_free_never_raises_a_limit_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,65 +27,39 @@ OFTEN = (100, 5, 5)
 
 
 @pytest.fixture(autouse=True)
-def _often() -> Iterator[None]:
-    """Make collections frequent."""
+def often() -> Iterator[None]:
     before = gc.get_threshold()
     gc.set_threshold(*OFTEN)
     yield
     gc.set_threshold(*before)
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Yield a list to which each collection adds its generation."""
-    generations: list[int] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            generations.append(info["generation"])
-
-    gc.callbacks.append(note)
-    try:
-        yield generations
-    finally:
-        gc.callbacks.remove(note)
-
-
-@pytest.mark.parametrize("delays", [True, False])
-def test_nothing_is_collected_between_forward_and_backward(delays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not delays:
-        monkeypatch.setattr("megatron.swap.engine.manager.begin_delay", lambda: None)
-    layers = stack(6)
+def test_nothing_is_collected_between_forward_and_backward() -> None:
+    layers, generations = stack(6), []
     with Engine(layers):
         train_step(layers, one_after_the_other(2))
-        hidden = batch()
-        with counted() as generations:
-            loss = loss_of(forward(layers, hidden))
-        assert bool(generations) is not delays
+        note = lambda phase, info: generations.append(info["generation"])  # noqa: E731
+        gc.callbacks.append(note)
+        loss = loss_of(forward(layers, batch()))
+        gc.callbacks.remove(note)
+        assert generations == []
         seen: list[tuple[int, int, int]] = []
         for layer in layers:
             layer.mlp.linear_fc2.weight.register_hook(lambda _: seen.append(gc.get_threshold()))
         loss.backward()
-        assert [threshold == OFTEN for threshold in seen] == [not delays] * 5 + [True]  # the last is layer 0's
+        assert [threshold == OFTEN for threshold in seen] == [False] * 5 + [True], "the last is layer 0's"
         assert gc.get_threshold() == OFTEN
 
 
+@pytest.mark.parametrize("has_marks", [True, False])
 @pytest.mark.parametrize("schedule", [one_after_the_other(3), one_forward_one_backward(4)])
-def test_no_delay_outlasts_a_step(schedule: list[tuple[str, int]]) -> None:
+def test_no_delay_outlasts_a_step(schedule: list, has_marks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_marks:  # layers that return no tensor: backward is noticed at the first tensor that it unpacks
+        monkeypatch.setattr(boundary, "mark", lambda result, *_, **__: result)
     layers = stack(4)
     with Engine(layers):
         for _ in range(3):
             train_step(layers, schedule)
-            assert gc.get_threshold() == OFTEN
-
-
-def test_no_delay_outlasts_a_step_whose_layers_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that return no tensor: backward is noticed at the first tensor that it unpacks."""
-    monkeypatch.setattr(boundary, "mark", lambda result, *_, **__: result)
-    layers = stack(4)
-    with Engine(layers):
-        for _ in range(3):
-            train_step(layers, one_after_the_other(2))
             assert gc.get_threshold() == OFTEN
 
 
@@ -100,39 +74,37 @@ def test_a_collector_that_is_off_or_rare_is_left_alone(chosen: tuple[int, int, i
     assert gc.get_threshold() == chosen
 
 
-def test_a_run_that_ends_amid_a_step_ends_the_delay() -> None:
-    layers = stack(4)
-    engine = Engine(layers)
-    loss = loss_of(forward(layers, batch()))
-    assert gc.get_threshold() != OFTEN
-    engine.close()
-    assert gc.get_threshold() == OFTEN
-    del loss
-
-
-@pytest.mark.parametrize("is_collected", [True, False])
-def test_an_engine_that_is_dropped_amid_a_step_ends_the_delay(is_collected: bool) -> None:
-    """When it is collected, or by what the next one does."""
-    layers, others = stack(4), stack(4)
-    engine = Engine(layers)
-    forward(layers, batch())
-    assert gc.get_threshold() != OFTEN
-    del layers, engine
-    if is_collected:
-        gc.collect()
-    else:
-        with Engine(others):
-            train_step(others, one_after_the_other(1))
-    assert gc.get_threshold() == OFTEN
-
-
-def test_an_evaluation_behind_a_dropped_graph_ends_the_delay() -> None:
+def use_another(held: list[Any]) -> None:
     layers = stack(4)
     with Engine(layers):
-        forward(layers, batch())
-        with torch.no_grad():
-            forward(layers, batch())
-        assert gc.get_threshold() == OFTEN
+        held.clear()
+        train_step(layers, one_after_the_other(1))
+
+
+def evaluate(held: list[Any]) -> None:
+    del held[2:]
+    with torch.no_grad():
+        forward(held[0], batch())
+
+
+ENDS: dict[str, Callable[[list[Any]], object]] = {
+    "the engine is closed": lambda held: held[1].close(),
+    "the engine is collected": lambda held: (held.clear(), gc.collect()),
+    "another engine trains": use_another,
+    "a forward without gradients": evaluate,
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_step_without_backward_ends_its_delay(how: str) -> None:
+    layers = stack(4)
+    held = [layers, Engine(layers), loss_of(forward(layers, batch()))]
+    del layers
+    assert gc.get_threshold() != OFTEN
+    ENDS[how](held)
+    assert gc.get_threshold() == OFTEN
+    if how == "a forward without gradients":
+        held[1].close()
 
 
 @pytest.mark.parametrize("chosen", [(0, 10, 10), (300, 10, 10)])
@@ -161,14 +133,11 @@ class Cycle:
     """Garbage that holds a tensor."""
 
     def __init__(self) -> None:
-        self.itself = self
-        self.tensor = torch.empty(10)
+        self.itself, self.tensor = self, torch.empty(10)
 
 
-def test_garbage_of_discarded_graphs_is_collected() -> None:
-    """Graphs are dropped, as in an evaluation without no_grad, so that no backward ends a delay."""
-    layers = stack(4)
-    living = []
+def test_garbage_of_graphs_that_are_dropped_without_a_backward_is_collected() -> None:
+    layers, living = stack(4), []
     with Engine(layers):
         for number in range(20):
             living.append(weakref.ref(Cycle()))

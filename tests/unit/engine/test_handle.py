@@ -12,8 +12,6 @@ from megatron.swap.common.types import Action, GroupKey, Site, layer_positions
 from megatron.swap.engine.decision import Decision, Reason
 from megatron.swap.engine.handle import ALLOWED, Alias, ForwardPass, Group, Handle, StateError, StorageState
 
-OFFLOAD = Decision(Action.SWAP, Reason.POLICY)
-
 
 class FakeSlot:
     fence = 0
@@ -27,8 +25,9 @@ class FakeSlot:
 
 def make(tensor: torch.Tensor, orphans: deque | None = None) -> Handle:
     group = Group(GroupKey(0, 0), layer_positions([True], ends_in_loss=True)[0], 0, ForwardPass())
-    orphans = deque() if orphans is None else orphans
-    return Handle(Site(4, "mlp", 1), group, tensor.untyped_storage(), None, orphans, OFFLOAD)
+    decision = Decision(Action.SWAP, Reason.POLICY)
+    return Handle(Site(4, "mlp", 1), group, tensor.untyped_storage(), None, deque() if orphans is None else orphans,
+                  decision)  # fmt: skip
 
 
 def pack(handle: Handle, tensor: torch.Tensor) -> None:
@@ -37,7 +36,7 @@ def pack(handle: Handle, tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(StorageState, StorageState)))
-def test_only_the_transitions_of_its_life_are_allowed(before: StorageState, after: StorageState):
+def test_only_the_transitions_of_its_life_are_allowed(before: StorageState, after: StorageState) -> None:
     handle = make(torch.ones(4))
     handle.state = before
     if after in ALLOWED[before]:
@@ -51,96 +50,60 @@ def test_only_the_transitions_of_its_life_are_allowed(before: StorageState, afte
         assert word in str(error.value)
 
 
-def test_every_state_can_be_reached_and_only_stays_is_final():
+def test_every_state_can_be_reached_and_only_kept_is_final() -> None:
     assert set(ALLOWED) == set(StorageState)
     assert set().union(*ALLOWED.values()) == set(StorageState) - {StorageState.RESIDENT}
     assert [state for state in StorageState if not ALLOWED[state]] == [StorageState.KEPT]
 
 
-class TestHeldElsewhere:
-    def test_aliases_and_the_storage_object_are_ours(self):
-        tensor = torch.ones(8)
-        handle = make(tensor)
-        pack(handle, tensor)
-        pack(handle, tensor.view(2, 4).t())
-        assert handle.has_external_refs()
-        del tensor
-        assert not handle.has_external_refs()
-
-    def test_any_view_that_lives_counts(self):
-        tensor = torch.ones(8)
-        handle = make(tensor)
-        view = tensor[3:]
-        del tensor
-        assert handle.has_external_refs()
-        del view
-        assert not handle.has_external_refs()
+def test_aliases_and_the_storage_object_are_ours_and_any_view_that_lives_is_held_elsewhere() -> None:
+    tensor = torch.ones(8)
+    handle = make(tensor)
+    pack(handle, tensor)
+    pack(handle, tensor.view(2, 4).t())
+    view = tensor[3:]
+    held = [handle.has_external_refs()]
+    del tensor
+    held.append(handle.has_external_refs())
+    del view
+    assert [*held, handle.has_external_refs()] == [True, True, False]
 
 
-class TestChanged:
-    def test_an_in_place_change_of_any_view_shows(self):
-        tensor = torch.ones(8)
+def test_a_change_of_any_view_or_of_the_size_shows_and_one_before_the_save_does_not() -> None:
+    for change in (lambda tensor: tensor[2:].mul_(2), lambda tensor: tensor.untyped_storage().resize_(0)):
+        tensor = torch.ones(8).add_(1)
         handle = make(tensor)
         pack(handle, tensor)
         assert not handle.changed()
-        tensor[2:].mul_(2)
-        assert handle.changed()
-
-    def test_a_change_before_it_was_saved_does_not(self):
-        tensor = torch.ones(8)
-        tensor.add_(1)
-        handle = make(tensor)
-        pack(handle, tensor)
-        assert not handle.changed()
-
-    def test_emptied_and_refilled_to_another_size_shows(self):
-        tensor = torch.ones(8)
-        handle = make(tensor)
-        tensor.untyped_storage().resize_(0)
+        change(tensor)
         assert handle.changed()
 
 
-def test_its_bytes_are_the_whole_storage_of_which_a_view_was_saved():
-    tensor = torch.arange(6.0)
-    handle = make(tensor[2:4])
+def test_its_bytes_are_the_whole_storage_of_which_a_view_was_saved() -> None:
+    handle = make(torch.arange(6.0)[2:4])
     assert handle.num_bytes == 24
     assert torch.equal(handle.bytes_view().view(torch.float32), torch.arange(6.0))
 
 
-class TestTheEnd:
-    @pytest.mark.parametrize(
-        ("state", "event"),
-        [
-            (StorageState.RESIDENT, None),
-            (StorageState.OFFLOADING, "out"),
-            (StorageState.KEPT, "out"),
-            (StorageState.OFFLOADED, None),
-            (StorageState.RELOADING, "in"),
-            (StorageState.RELOADED, None),
-        ],
-    )
-    def test_a_storage_with_a_copy_under_way_outlives_its_handle(self, state: StorageState, event: str | None):
-        orphans: deque = deque()
-        handle = make(torch.ones(4), orphans)
-        storage = handle.storage
-        handle.state, handle.out_event, handle.in_event = state, "out", "in"
-        del handle
-        if event is None:
-            assert not orphans
-        else:
-            assert list(orphans) == [(storage, event)]
+@pytest.mark.parametrize(("state", "event"), [
+    (StorageState.RESIDENT, None), (StorageState.OFFLOADING, "out"), (StorageState.KEPT, "out"),
+    (StorageState.OFFLOADED, None), (StorageState.RELOADING, "in"), (StorageState.RELOADED, None),
+])  # fmt: skip
+def test_a_storage_with_a_copy_under_way_outlives_its_handle(state: StorageState, event: str | None) -> None:
+    orphans: deque = deque()
+    handle = make(torch.ones(4), orphans)
+    storage = handle.storage
+    handle.state, handle.out_event, handle.in_event = state, "out", "in"
+    del handle
+    assert list(orphans) == ([] if event is None else [(storage, event)])
 
-    def test_the_slot_is_freed_once_with_the_last_read_as_fence(self):
-        handle = make(torch.ones(4))
-        slot = handle.slot = FakeSlot()
-        handle.in_fence = 17
-        handle.free_slot()
-        handle.free_slot()
-        del handle
-        assert slot.freed == [17]
 
-    def test_a_handle_that_dies_frees_its_slot(self):
-        handle = make(torch.ones(4))
-        slot = handle.slot = FakeSlot()
-        del handle
-        assert slot.freed == [0]
+@pytest.mark.parametrize("frees", [True, False])
+def test_a_slot_is_freed_once_with_the_last_read_as_fence(frees: bool) -> None:
+    handle = make(torch.ones(4))
+    slot = handle.slot = FakeSlot()
+    handle.in_fence = 17
+    for _ in range(2 * frees):
+        handle.free_slot()
+    del handle  # frees it too
+    assert slot.freed == [17]

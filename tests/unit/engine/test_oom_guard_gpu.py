@@ -19,10 +19,8 @@ from tests.engine import Engine, Result, batch, forward, loss_of, stack
 from tests.unit.native.helpers import NEEDS_COMPILER
 
 pytestmark = [
-    NEEDS_COMPILER,
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+    NEEDS_COMPILER, pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]  # fmt: skip
 
 TOKENS = 2048
 """Tokens of a micro-batch. Attention's scores are then 32 MiB a layer, so saved tensors far exceed the allocator's

@@ -36,31 +36,24 @@ class FakeCore:
 
 
 @pytest.fixture
-def core() -> FakeCore:
-    return FakeCore()
-
-
-@pytest.fixture
 def pool() -> Iterator[HostPool]:
     pool = HostPool(limit=16 * MIB, slab_bytes=MIB, pinned=False)
     yield pool
     pool.close()
 
 
-def begun(core: FakeCore, pool: HostPool, own_host_bytes: int, monkeypatch: pytest.MonkeyPatch) -> OomGuard:
-    device = EmulatedDevice()
-    monkeypatch.setattr(device, "make_guard", lambda: core)
+def begun(pool: HostPool, own_host_bytes: int) -> tuple[OomGuard, FakeCore]:
+    core, device = FakeCore(), EmulatedDevice()
+    device.make_guard = lambda: core  # type: ignore[method-assign,assignment,return-value]
     guard = OomGuard(device, pool, own_host_bytes=own_host_bytes)
     guard.begin()
-    return guard
+    return guard, core
 
 
 @pytest.mark.parametrize("own_bytes", [0, 3 * MIB])
-def test_guard_and_pool_together_stay_within_the_limit(
-    own_bytes: int, core: FakeCore, pool: HostPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_guard_and_pool_together_stay_within_the_limit(own_bytes: int, pool: HostPool) -> None:
     pool.reserve(6 * MIB)
-    guard = begun(core, pool, own_bytes, monkeypatch)
+    guard, core = begun(pool, own_bytes)
     assert core.most_host_bytes == 10 * MIB
     pool.reserve(9 * MIB)
     guard.tidy(lambda fence: True)
@@ -71,10 +64,8 @@ def test_guard_and_pool_together_stay_within_the_limit(
     assert core.most_host_bytes + pool.stats.reserved_bytes == 16 * MIB
 
 
-def test_evicted_bytes_make_room_only_behind_their_last_read(
-    core: FakeCore, pool: HostPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guard = begun(core, pool, 0, monkeypatch)
+def test_evicted_bytes_make_room_only_behind_their_last_read(pool: HostPool) -> None:
+    guard, core = begun(pool, 0)
     host = torch.zeros(8192, dtype=torch.uint8)
     address = host.data_ptr()
     first, second = (address, 4096), (address + 4096, 4096)

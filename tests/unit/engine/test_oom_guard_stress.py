@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,13 +59,11 @@ def test_hundreds_of_rescues_leave_nothing_behind() -> None:
 def random_program(number: int) -> tuple[list[Step], list[int] | None, dict[str, Any]]:
     draw = random.Random(number)
     num_layers = draw.randint(2, 4)
-    schedule, chunks = draw.choice(
-        [
-            (one_after_the_other(2), None),
-            (one_forward_one_backward(draw.randint(2, 3), draw.randint(2, 3)), None),
-            (interleaved(draw.randint(2, 3)), [1, num_layers - 1]),
-        ]
-    )
+    schedule, chunks = draw.choice([
+        (one_after_the_other(2), None),
+        (one_forward_one_backward(draw.randint(2, 3), draw.randint(2, 3)), None),
+        (interleaved(draw.randint(2, 3)), [1, num_layers - 1]),
+    ])  # fmt: skip
     recompute = draw.sample([NORM, ACTIVATION, LINEAR], draw.choice([0, 0, 1, 3]))
     return schedule, chunks, {
         "swapped": draw.sample(range(num_layers), draw.randint(0, num_layers)),
@@ -123,42 +120,3 @@ def test_random_programs() -> None:
     found = list(outcomes.values())
     print({what: found.count(what) for what in set(found)})
     assert found.count("rescued") > 0.4 * len(found)
-
-
-@pytest.mark.parametrize("holds_lock", [False, True], ids=["without the interpreter's lock", "with it"])
-def test_a_second_thread_allocates_all_the_time(holds_lock: bool) -> None:
-    layers = stack(4)
-    plain = train_step(copy.deepcopy(layers), PIPELINE)
-    over = threading.Event()
-    failed: list[BaseException] = []
-    values = [1.0] * 2000
-
-    def allocate() -> None:
-        while not over.wait(0.0005):  # else the first thread waits for the interpreter alone
-            try:
-                made = [torch.tensor(values) if holds_lock else torch.empty(8000, dtype=torch.uint8) for _ in range(3)]
-                del made
-            except torch.OutOfMemoryError:
-                pass
-            except BaseException as error:
-                failed.append(error)
-                return
-
-    with Engine(layers, swapped=(0, 2), guarded=True, device=EmulatedDevice(0.0002)) as engine:
-        train_step(layers, PIPELINE)
-        peak = peak_bytes(lambda: train_step(layers, PIPELINE))
-        other = threading.Thread(target=allocate)
-        other.start()
-        num_good = 0
-        for _ in range(10):
-            layers.zero_grad()
-            try:
-                assert limited(lambda: train_step(layers, PIPELINE), 0.75 * peak).same_as(plain)
-                num_good += 1
-            except torch.OutOfMemoryError:
-                pass
-        over.set()
-        other.join(60)
-        assert not failed
-        assert num_good > 0
-        assert engine.guard.take_rescues()

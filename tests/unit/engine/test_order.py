@@ -16,123 +16,84 @@ from megatron.swap.engine.handle import Group, Handle
 from megatron.swap.engine.order import BackwardOrder
 from tests.engine import Step, interleaved, one_after_the_other, one_forward_one_backward
 
-OFFLOAD = Decision(Action.SWAP, Reason.POLICY)
-
 
 def at(num_after: int) -> LayerPosition:
     """Return the position of a layer with so many layers after it."""
     return LayerPosition(num_after, 0, ends_in_loss=True)
 
 
-Foretold = tuple[GroupKey, list[GroupKey]]
-"""The group that began, and the groups predicted to follow."""
+Foretold = list[tuple[GroupKey, list[GroupKey]]]
+"""Each group that began, and the groups predicted to follow."""
 
 
-def play(order: BackwardOrder, schedule: Sequence[Step], layers_per_chunk: int, foretold: list[Foretold]) -> None:
-    """Play forward and backward of one step. Append the prediction at every group that begins to ``foretold``."""
+def play(order: BackwardOrder, schedule: Sequence[Step], layers_per_chunk: int) -> Foretold:
+    """Play forward and backward of one step."""
     groups: dict[tuple[int, int], list[Group]] = {}
+    foretold: Foretold = []
     for what, chunk, mb in schedule:
         if what == "F":
-            first = chunk * layers_per_chunk
-            groups[chunk, mb] = [
-                order.begin_forward(first + i, at(layers_per_chunk - 1 - i)) for i in range(layers_per_chunk)
-            ]
+            numbers = range(chunk * layers_per_chunk, (chunk + 1) * layers_per_chunk)
+            groups[chunk, mb] = [order.begin_forward(layer, at(numbers[-1] - layer)) for layer in numbers]
         else:
             for group in reversed(groups.pop((chunk, mb))):
                 assert order.begin_backward(group)
                 foretold.append((group.key, [later.key for later in order.upcoming()]))
+    return foretold
 
 
-def test_without_experience_the_reverse_of_the_micro_batch_is_foretold():
+def keys(*pairs: tuple[int, int]) -> list[GroupKey]:
+    return [GroupKey(*pair) for pair in pairs]
+
+
+def test_what_is_foretold_at_first_and_in_the_second_step() -> None:
     order = BackwardOrder()
-    foretold: list[Foretold] = []
-    play(order, one_forward_one_backward(2), 3, foretold)
-    assert foretold[0] == (GroupKey(2, 0), [GroupKey(1, 0), GroupKey(0, 0)])
-    assert foretold[2] == (GroupKey(0, 0), [])
-    assert foretold[3] == (GroupKey(2, 1), [GroupKey(1, 1), GroupKey(0, 1)])
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        one_after_the_other(3),
-        one_forward_one_backward(5, 2),
-        one_forward_one_backward(5, 4),
-        interleaved(4),
-        interleaved(6),
-    ],
-)
-def test_from_the_second_step_on_the_next_group_is_always_foretold(schedule: list[Step]):
+    first = play(order, one_forward_one_backward(2), 3)
+    reverse = [keys((1, 0), (0, 0)), keys((0, 0)), [], keys((1, 1), (0, 1))]
+    assert [upcoming for _, upcoming in first[:4]] == reverse, "without experience: the reverse of the micro-batch"
     order = BackwardOrder()
-    play(order, schedule, 3, [])
-    foretold: list[Foretold] = []
-    play(order, schedule, 3, foretold)
+    play(order, one_forward_one_backward(3), 2)
+    assert play(order, one_forward_one_backward(3), 2)[1] == (GroupKey(0, 0), keys((1, 1), (0, 1)))
+    order = BackwardOrder()
+    play(order, one_forward_one_backward(4), 1)
+    # Micro-batch 2 has not run forward yet.
+    assert play(order, one_forward_one_backward(4), 1)[0] == (GroupKey(0, 0), keys((0, 1)))
+
+
+@pytest.mark.parametrize(("before", "schedule"), [
+    *((one, one) for one in (one_after_the_other(3), one_forward_one_backward(5, 2), one_forward_one_backward(5, 4),
+                             interleaved(4), interleaved(6))),
+    *((one_forward_one_backward(4), one_forward_one_backward(number)) for number in (1, 2, 7)),
+])  # fmt: skip
+def test_what_was_seen_once_is_always_foretold(before: list[Step], schedule: list[Step]) -> None:
+    """Also after a step of another number of micro-batches."""
+    order = BackwardOrder()
+    play(order, before, 3)
+    play(order, schedule, 3)
+    foretold = play(order, schedule, 3)
     num_blind = 0
     for (_, upcoming), (next_key, _) in itertools.pairwise(foretold):
-        if upcoming:
-            assert upcoming[0] == next_key
-        else:
-            num_blind += 1  # what comes next has not run forward yet
+        assert not upcoming or upcoming[0] == next_key
+        num_blind += not upcoming  # what comes next has not run forward yet
     assert num_blind < len(foretold) / 2
 
 
-def test_prefetch_crosses_micro_batches_once_learned():
-    order = BackwardOrder()
-    play(order, one_forward_one_backward(3), 2, [])
-    foretold: list[Foretold] = []
-    play(order, one_forward_one_backward(3), 2, foretold)
-    assert foretold[1] == (GroupKey(0, 0), [GroupKey(1, 1), GroupKey(0, 1)])
-
-
-def test_nothing_is_foretold_past_a_forward_that_is_still_to_come():
-    order = BackwardOrder()
-    play(order, one_forward_one_backward(4), 1, [])
-    foretold: list[Foretold] = []
-    play(order, one_forward_one_backward(4), 1, foretold)
-    assert foretold[0] == (GroupKey(0, 0), [GroupKey(0, 1)])  # micro-batch 2 has not run forward yet
-
-
-@pytest.mark.parametrize("num_later", [1, 2, 7])
-def test_another_number_of_micro_batches_is_survived_and_learned(num_later: int):
-    order = BackwardOrder()
-    play(order, one_forward_one_backward(4), 2, [])
-    play(order, one_forward_one_backward(num_later), 2, [])
-    foretold: list[Foretold] = []
-    play(order, one_forward_one_backward(num_later), 2, foretold)
-    for (_, upcoming), (next_key, _) in itertools.pairwise(foretold):
-        assert not upcoming or upcoming[0] == next_key
-
-
-def test_a_group_begins_its_backward_once():
-    order = BackwardOrder()
-    group = order.begin_forward(0, at(0))
-    assert order.begin_backward(group)
-    assert not order.begin_backward(group)
-
-
-def test_a_group_whose_graph_was_thrown_away_is_forgotten():
+def test_groups_begin_once_are_numbered_and_forgotten_with_their_graph() -> None:
     order = BackwardOrder()
     groups = [order.begin_forward(layer, at(2 - layer)) for layer in range(3)]
     groups[0].prefetched_bytes = 100
-    order.begin_backward(groups[2])
+    assert order.begin_backward(groups[2])
+    assert not order.begin_backward(groups[2])
     assert order.prefetched_bytes() == 100
     del groups
     assert order.prefetched_bytes() == 0
     assert list(order.upcoming()) == []
-    assert order.begin_forward(0, at(2)).key == GroupKey(0, 0)
-
-
-def test_a_layer_that_runs_twice_makes_two_groups():
-    order = BackwardOrder()
-    first, second = order.begin_forward(0, at(1)), order.begin_forward(0, at(1))
+    first, second = order.begin_forward(0, at(2)), order.begin_forward(0, at(2))  # the layer runs twice
     assert (first.key, second.key) == (GroupKey(0, 0), GroupKey(0, 1))
-    order.begin_backward(second)
-    assert first.key != second.key
 
 
-def test_a_group_knows_its_handles_only_as_long_as_they_live():
-    group = BackwardOrder().begin_forward(0, at(0))
-    handles = [Handle(Site(0, "a", i), group, torch.ones(4).untyped_storage(), None, None, OFFLOAD) for i in range(3)]
+def test_a_group_knows_its_handles_only_as_long_as_they_live() -> None:
+    group, decision = BackwardOrder().begin_forward(0, at(0)), Decision(Action.SWAP, Reason.POLICY)
+    handles = [Handle(Site(0, "a", i), group, torch.ones(4).untyped_storage(), None, None, decision) for i in range(3)]
     for handle in handles:
         group.add(handle)
     assert group.num_bytes == 48
@@ -142,7 +103,7 @@ def test_a_group_knows_its_handles_only_as_long_as_they_live():
     assert [handle.site.ordinal for handle in group.in_backward_order()] == [2, 0]
 
 
-def test_memory_of_kept_layers_is_free_once_backward_is_through_with_them():
+def test_memory_of_kept_layers_is_free_once_backward_is_through_with_them() -> None:
     order = BackwardOrder()
     groups = [order.begin_forward(layer, at(3 - layer)) for layer in range(4)]
     for group, kept_bytes in zip(groups, (0, 5, 7, 9), strict=True):
@@ -156,44 +117,36 @@ def test_memory_of_kept_layers_is_free_once_backward_is_through_with_them():
     assert order.begin_forward(0, at(3)).forward_pass.over_bytes == 0  # another forward's
 
 
-def outstanding(order: BackwardOrder, num_steps: int, num_layers: int = 6, num_kept: int = 3) -> list[Foretold]:
-    """Run a loop that keeps the graphs of ``num_kept`` steps, and runs backward through the oldest."""
-    foretold: list[Foretold] = []
+def outstanding(order: BackwardOrder, num_steps: int, num_layers: int = 6, num_kept: int = 3) -> list[bool]:
+    """Run a loop that keeps the graphs of ``num_kept`` steps, and runs backward through the oldest. Return for each
+    group whether exactly the rest of its graph is foretold."""
+    is_foretold: list[bool] = []
     kept: list[list[Group]] = []
     for _ in range(num_steps):
         kept.append([order.begin_forward(layer, at(num_layers - 1 - layer)) for layer in range(num_layers)])
         if len(kept) == num_kept:
             for group in reversed(kept.pop(0)):
                 order.begin_backward(group)
-                foretold.append((group.key, [later.key for later in order.upcoming()]))
-    return foretold
+                rest = [GroupKey(layer, group.key.micro_batch) for layer in reversed(range(group.key.layer))]
+                is_foretold.append([later.key for later in order.upcoming()] == rest)
+    return is_foretold
 
 
-def test_a_loop_that_always_has_a_graph_outstanding_adds_nothing_with_its_steps() -> None:
+def test_a_loop_that_always_has_a_graph_outstanding_adds_nothing_with_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After 2,000 steps of six layers, the order held 11,988 keys."""
     order = BackwardOrder()
+    assert all(outstanding(order, 20))
     outstanding(order, 300)
     gc.collect()
     num_objects = len(gc.get_objects())
     outstanding(order, 2000)
     gc.collect()
     assert len(gc.get_objects()) <= num_objects + 20
-
-
-def test_an_endless_episode_is_bounded_and_the_next_one_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.swap.engine.order.MAX_OBSERVED", 60)
     order = BackwardOrder()
-    sizes: list[int] = []
-    for _ in range(40):
-        outstanding(order, 10)
-        sizes.append(sys.getsizeof(order._observed))
-    assert max(sizes) <= 60 * 16 * 2
-    play(order, one_forward_one_backward(3), 2, [])  # all graphs are gone: a new episode
-    foretold: list[Foretold] = []
-    play(order, one_forward_one_backward(3), 2, foretold)
-    assert foretold[1] == (GroupKey(0, 0), [GroupKey(1, 1), GroupKey(0, 1)])
-
-
-def test_in_such_a_loop_the_rest_of_the_graph_is_foretold() -> None:
-    for key, upcoming in outstanding(BackwardOrder(), 20):
-        assert upcoming == [GroupKey(layer, key.micro_batch) for layer in reversed(range(key.layer))]
+    outstanding(order, 40)  # 228 groups in one episode
+    assert sys.getsizeof(order._observed) <= 60 * 16 * 2
+    play(order, one_forward_one_backward(3), 2)  # all graphs are gone: a new episode, which is learned
+    assert play(order, one_forward_one_backward(3), 2)[1] == (GroupKey(0, 0), keys((1, 1), (0, 1)))

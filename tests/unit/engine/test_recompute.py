@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from unittest.mock import Mock
 
@@ -31,6 +31,7 @@ from tests.engine import (
     loss_of,
     one_after_the_other,
     one_forward_one_backward,
+    result,
     stack,
     train_step,
 )
@@ -50,6 +51,8 @@ def test_equal_to_the_bit(swapped: list[int], kinds: list[str]):
     engine = compare(stack(), one_step, swapped=swapped, recompute=kinds)
     sites = 4 * (2 * (NORM in kinds) + (ACTIVATION in kinds) + 2 * (LINEAR in kinds))
     assert engine.counters.num_recomputed == sites * 2 * 2  # two micro-batches, two steps
+    if kinds == [NORM]:
+        assert [engine.counters.layers[layer].recomputed_bytes for layer in range(4)] == [2 * HIDDEN_BYTES * 4] * 4
     assert engine.recomputer.refused == {}
     assert bool(engine.counters.out_bytes) == bool(swapped)
 
@@ -75,12 +78,10 @@ def test_any_mix_of_the_three_actions(choices: list[Action], window: int | None,
     compare(stack(), one_step, policy=policy, window_bytes=window, verify=verify)
 
 
-def test_what_cannot_be_recomputed_is_swapped_and_counted():
-    policy = Choice(lambda site, producer: Action.RECOMPUTE)
-    engine = compare(stack(), one_step, policy=policy)
-    refused = engine.recomputer.refused
-    assert refused[Site(1, "attention.linear_proj", 0)] == "its producer is unknown"
-    assert Site(1, "attention.linear_qkv", 0) not in refused
+def test_what_cannot_be_recomputed_is_swapped_and_counted() -> None:
+    engine = compare(stack(), policy=Choice(lambda site, producer: Action.RECOMPUTE))
+    assert engine.recomputer.refused[Site(1, "attention.linear_proj", 0)] == "its producer is unknown"
+    assert Site(1, "attention.linear_qkv", 0) not in engine.recomputer.refused
     assert engine.counters.num_not_recomputed > 0
     assert engine.counters.out_bytes > 0
 
@@ -95,22 +96,13 @@ def peak_bytes(**options: object) -> int:
     return observer.peak_bytes
 
 
-def test_the_peak_falls_by_what_is_not_held():
+def test_the_peak_falls_by_what_is_not_held() -> None:
     plain = peak_bytes(swapped=[])
     # At the peak the frames of the last layer still hold one of its norms' outputs, and that of its activation.
     assert plain - peak_bytes(swapped=[], recompute=[NORM]) == (4 * 2 - 1) * HIDDEN_BYTES
     assert plain - peak_bytes(swapped=[], recompute=[ACTIVATION]) == (4 - 1) * 4 * HIDDEN_BYTES
     assert plain - peak_bytes(swapped=[], recompute=[LINEAR]) >= (4 - 1) * (3 + 4) * HIDDEN_BYTES
     assert peak_bytes(recompute=PRODUCERS) < peak_bytes() < plain
-
-
-def test_bytes_are_counted_where_they_were_saved():
-    layers = stack()
-    with Engine(layers, swapped=[], recompute=[NORM]) as engine:
-        train_step(layers, one_after_the_other(1))
-        assert [engine.counters.layers[layer].recomputed_bytes for layer in range(4)] == [2 * HIDDEN_BYTES] * 4
-        totals = engine.counters.totals()
-    assert (totals.recomputed_bytes, totals.num_recomputed) == (8 * HIDDEN_BYTES, 8)
 
 
 @contextmanager
@@ -124,69 +116,59 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def test_nothing_is_held_after_the_layer_or_after_backward():
-    held: list[weakref.ref] = []
-
-    class Noting(Layer):
-        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            norm = self.norm1(hidden_states)
-            held.append(weakref.ref(norm.untyped_storage()))
-            unused = self.norm2(hidden_states * 2)  # its input and itself: saved by nobody but the norm's own graph
-            held.append(weakref.ref(unused.untyped_storage()))
-            return hidden_states + self.attention(norm) + self.mlp(self.norm2(hidden_states))
-
-    layers = stack(2, Noting)
-    with no_collector(), Engine(layers, swapped=[], recompute=PRODUCERS):
-        loss = loss_of(forward(layers, batch()))
-        assert [reference() for reference in held] == [None] * 4
-        loss.backward()
+held: list[weakref.ref] = []
 
 
-def test_an_output_that_nobody_saves_holds_no_input():
-    def body(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        start = hidden * 1.5
-        there = weakref.ref(start.untyped_storage())
-        output = block.activation(start)
-        del start
-        assert there() is not None, "a producer holds its inputs for what may save the output"
-        del output
-        assert there() is None
-        return block.linear(hidden)
+def noted(tensor: torch.Tensor) -> torch.Tensor:
+    held.append(weakref.ref(tensor.untyped_storage()))
+    return tensor
 
+
+def saves_its_norm(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    norm = noted(block.norm(hidden))
+    noted(block.norm(hidden * 2))  # its input and itself: saved by nobody but the norm's own graph
+    return block.linear(norm) + block.other(block.activation(norm))
+
+
+def saves_nothing_made(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    start = noted(hidden * 1.5)
+    output = block.activation(start)
+    del start
+    assert held[-1]() is not None, "a producer holds its inputs for what may save the output"
+    del output
+    assert held[-1]() is None
+    return block.linear(hidden)
+
+
+def breaks_off(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    if block.step > 1:
+        return chain(block, hidden)
+    doubled = noted(hidden * 2)
+    with torch.no_grad():
+        block.norm(doubled)
+    norm = block.norm(doubled)
+    del doubled
+    raise InterruptedError(norm.shape)
+
+
+@pytest.mark.parametrize("body", [saves_its_norm, saves_nothing_made, breaks_off])
+def test_nothing_is_held_after_the_layer_or_its_exception(body: Callable) -> None:
+    held.clear()
     layers = doubling(body)
-    with no_collector(), Engine(layers, swapped=[], recompute=PRODUCERS):
-        loss_of(forward(layers, batch())).backward()
-
-
-def test_an_exception_in_a_layer_leaves_nothing_behind():
-    held: list[weakref.ref] = []
-
-    class Failing(Layer):
-        fails = True
-
-        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            if self.fails:
-                doubled = hidden_states * 2
-                held.append(weakref.ref(doubled.untyped_storage()))
-                with torch.no_grad():
-                    self.norm2(doubled)
-                norm = self.norm1(doubled)
-                del doubled
-                raise InterruptedError(norm.shape)
-            return super().forward(hidden_states)
-
-    layers = stack(3, Failing)
     plain = copy.deepcopy(layers)
     with no_collector(), Engine(layers, swapped=[], recompute=PRODUCERS) as engine:
         try:
-            forward(layers, batch())
+            loss = loss_of(forward(layers, batch()))
         except InterruptedError as error:
             error.__traceback__ = None
-        assert held[0]() is None
-        for module in (*layers, *plain):
-            module.fails = False
-        assert one_step(layers).same_as(one_step(plain))
-        assert engine.counters.num_recomputed == 3 * 5 * 2
+        assert {reference() for reference in held} == {None}
+        if body is breaks_off:
+            for layer in (*layers, *plain):
+                layer.step = 1
+            assert one_step(layers).same_as(one_step(plain))
+            assert engine.counters.num_recomputed == 3 * 2 * 2
+        else:
+            loss.backward()
 
 
 # ----------------------------------------------------------------------------------------- what stands in the graph
@@ -219,19 +201,15 @@ def test_views_and_several_saved_tensors_share_what_is_made_again():
     assert engine.counters.num_recomputed == 3 * 2 * 2, "one a layer, micro-batch and step"
 
 
-def test_a_retained_graph_goes_backward_twice():
+def test_a_retained_graph_goes_backward_twice_and_what_was_made_again_goes_with_its_last_user() -> None:
     def run(layers: nn.ModuleList) -> Result:
         layers.zero_grad()
         loss = loss_of(forward(layers, batch()))
         loss.backward(retain_graph=True)
         loss.backward()
-        return Result([loss.detach()], [parameter.grad for parameter in layers.parameters()])
+        return result(layers, loss)
 
-    engine = compare(stack(), run, 1, recompute=PRODUCERS)
-    assert engine.counters.num_recomputed == 2 * 20
-
-
-def test_what_was_made_again_goes_with_its_last_user():
+    assert compare(stack(), run, 1, recompute=PRODUCERS).counters.num_recomputed == 2 * 20
     layers = stack()
     with Engine(layers, swapped=[], recompute=PRODUCERS):
         loss = loss_of(forward(layers, batch()))
@@ -241,7 +219,7 @@ def test_what_was_made_again_goes_with_its_last_user():
         assert {recipe.storage for recipe in recipes} == {None}
 
 
-def test_gradients_of_a_part_only():
+def test_gradients_of_a_part_only() -> None:
     def run(layers: nn.ModuleList) -> Result:
         loss = loss_of(forward(layers, batch()))
         return Result([loss.detach()], list(torch.autograd.grad(loss, list(layers[2].mlp.parameters()))))
@@ -273,12 +251,11 @@ def test_under_autocast_nothing_is_recomputed():
 
 
 def test_another_stream_makes_its_own():
-    layers, device = stack(1), LazyDevice()
+    layers, device, unpack = stack(1), LazyDevice(), lambda packed: packed.tensor
     with Engine(layers, recompute=[NORM], device=device, swapped=[]) as engine:
         loss = loss_of(forward(layers, batch()))
         recipe = next(node for node in saved_recipes(loss) if node.num_packed == 1)
         recipe.num_packed = 3  # as if three consumers had saved it
-        unpack = lambda packed: packed.tensor  # noqa: E731
         first = engine.recomputer.recompute(recipe, unpack)
         device.compute = LazyStream("side", eager=True)
         second = engine.recomputer.recompute(recipe, unpack)

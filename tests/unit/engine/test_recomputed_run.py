@@ -24,6 +24,10 @@ CONTEXTS = Contexts(nullcontext, lambda: torch.autograd.graph.saved_tensors_hook
 FACTOR = [1.0]
 
 
+def enlarge() -> None:
+    FACTOR[0] *= 1.5
+
+
 def untouched(run: Callable[..., Any], *args: Any) -> Any:
     """Call ``run`` as a boundary does."""
     with CONTEXTS.untouched():
@@ -61,9 +65,7 @@ class Loop:
         self.options: dict[str, Any] = {"forked": partial(torch.random.fork_rng, []), "contexts": CONTEXTS, **options}
 
     def step(self, between: Callable[[], object] = lambda: None) -> torch.Tensor:
-        run = self.checks.run(
-            0, "layer 0", self.reader.read(), sees_saved=not self.use_reentrant, **self.options
-        )
+        run = self.checks.run(0, "layer 0", self.reader.read(), sees_saved=not self.use_reentrant, **self.options)
         hidden = torch.ones(64, 64, requires_grad=True)
         block = partial(untouched, run, self.block) if self.use_reentrant else partial(run, self.block)
         out = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
@@ -88,34 +90,28 @@ def test_a_pure_layer(kind: dict[str, bool]) -> None:
 
 
 @KINDS
-def test_what_nobody_sees_is_an_error_at_once_where_a_layer_first_runs_again(kind: dict[str, bool]) -> None:
+@pytest.mark.parametrize("reads", ["at once", "before_step", "read"])
+def test_what_nobody_sees_is_an_error_at_once_at_first_and_before_a_step_or_a_save_later(
+    kind: dict[str, bool], reads: str
+) -> None:
     loop = Loop(**kind)
-    with pytest.raises(RecomputedRunError, match=r"layer 0 ran again in backward and .*a global"):
-        loop.step(lambda: FACTOR.__setitem__(0, 1.5))
-
-
-@KINDS
-@pytest.mark.parametrize("reads", ["before_step", "read"])
-def test_and_before_a_step_or_a_save_later(kind: dict[str, bool], reads: str) -> None:
-    loop = Loop(**kind)
+    if reads == "at once":
+        with pytest.raises(RecomputedRunError, match=r"layer 0 ran again in backward and .*a global"):
+            loop.step(enlarge)
+        return
     loop.step()
-    loop.step(lambda: FACTOR.__setitem__(0, 1.5))
+    loop.step(enlarge)
     with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
         getattr(loop.checks, reads)()
     loop.checks.read()  # nothing new
 
 
 @KINDS
-def test_what_was_replaced_is_put_back(kind: dict[str, bool]) -> None:
+def test_what_was_replaced_is_put_back_and_what_was_changed_in_place_is_refused(kind: dict[str, bool]) -> None:
     loop = Loop(**kind)
     right = loop.step()
     assert torch.equal(loop.step(lambda: setattr(loop.block, "factor", 3.0)), right)
     assert loop.block.factor == 3.0
-
-
-@KINDS
-def test_what_was_changed_in_place_is_refused(kind: dict[str, bool]) -> None:
-    loop = Loop(**kind)
     with pytest.raises(UsageError, match=r"layer 0 runs again in backward, but shift changed since forward\. .*budget"):
         loop.step(lambda: loop.block.shift.add_(1))
 
@@ -160,15 +156,12 @@ def test_kernels_that_are_not_deterministic(kind: dict[str, bool], is_exact: boo
 
 
 @KINDS
-def test_noise_is_an_error_where_kernels_are_deterministic(kind: dict[str, bool]) -> None:
-    with pytest.raises(RecomputedRunError):
-        Loop(Noisy(1e-6), **kind).step()
-
-
-@KINDS
-def test_large_noise_is_an_error(kind: dict[str, bool]) -> None:
-    loop = Loop(Noisy(0.01), **kind)
-    loop.checks.may_vary = True
+@pytest.mark.parametrize(("size", "may_vary"), [(1e-6, False), (0.01, True)], ids=["deterministic", "large"])
+def test_noise_is_an_error_where_kernels_are_deterministic_or_it_is_large(
+    kind: dict[str, bool], size: float, may_vary: bool
+) -> None:
+    loop = Loop(Noisy(size), **kind)
+    loop.checks.may_vary = may_vary
     with pytest.raises(RecomputedRunError):
         loop.step()
 
@@ -180,27 +173,24 @@ def test_a_layer_with_other_operators_is_an_error_in_words() -> None:
             return super().forward(hidden).exp() if FACTOR[0] > 1 else super().forward(hidden)
 
     with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
-        Loop(Branching()).step(lambda: FACTOR.__setitem__(0, 1.5))
+        Loop(Branching()).step(enlarge)
     FACTOR[0] = 1.5
     with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
         Loop(Branching()).step(lambda: FACTOR.__setitem__(0, 1.0))
 
 
-def test_a_gradient_within_the_forward() -> None:
-    class Inner(Block):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            with torch.enable_grad():
-                inner = super().forward(hidden)
-                (grad,) = torch.autograd.grad(inner.sum(), hidden, create_graph=True)
-            return inner + grad
+class Inner(Block):
+    """Takes a gradient in its own forward, which its result depends on."""
 
-    loop = Loop(Inner())
-    assert torch.equal(loop.step(), loop.step())
-    loop.checks.read()
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            inner = super().forward(hidden)
+            (grad,) = torch.autograd.grad(inner.sum(), hidden, create_graph=True)
+        return inner + grad
 
 
 class TakesGradient(Block):
-    """Takes one in its own forward, always or where ``FACTOR`` says so."""
+    """Takes one of a part of its own."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -209,9 +199,11 @@ class TakesGradient(Block):
         return super().forward(hidden) + grad.detach()
 
 
-@pytest.mark.parametrize("kind", [{}, {"use_reentrant": True}, BOTH], ids=["saved tensors", "results", "both"])
-def test_a_layer_that_takes_a_gradient_in_its_own_forward(kind: dict[str, bool]) -> None:
-    loop, plain = Loop(TakesGradient(), **kind), torch.ones(64, 64, requires_grad=True)
+@pytest.mark.parametrize(("make", "kind"), [
+    (Inner, {}), (TakesGradient, {}), (TakesGradient, {"use_reentrant": True}), (TakesGradient, BOTH),
+])  # fmt: skip
+def test_a_layer_that_takes_a_gradient_in_its_own_forward(make: type[Block], kind: dict[str, bool]) -> None:
+    loop, plain = Loop(make(), **kind), torch.ones(64, 64, requires_grad=True)
     loop.block(plain).sum().backward()
     for _ in range(3):
         assert torch.equal(loop.step(), plain.grad)  # type: ignore[arg-type]
@@ -270,26 +262,35 @@ def test_a_layer_that_counts_in_runs_with_gradients_has_none_in_its_turn() -> No
         assert loop.block.seen == step
 
 
-class SavesBytes(nn.Module):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return Masked.apply(hidden)
+class Reads(torch.autograd.Function):
+    """Reads a global in forward for its backward alone."""
 
-
-class Masked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.full_like(hidden, FACTOR[0]).to(torch.uint8))
+    def forward(ctx: Any, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.save_for_backward(torch.full_like(hidden, FACTOR[0]).to(dtype))
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * ctx.saved_tensors[0]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0], None
 
 
-def test_saved_bytes_count_where_no_workspaces_are_saved() -> None:
-    loop = Loop(SavesBytes(), **BOTH)
+class OfBackwardAlone(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.dtype = nn.Linear(64, 64), dtype
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(Reads.apply(hidden, self.dtype)).sin()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [({}, torch.float32), (BOTH, torch.float32), (BOTH, torch.uint8)], ids=str)
+def test_what_only_a_backward_reads(kind: dict[str, bool], dtype: torch.dtype) -> None:
+    """Saved bytes count where no workspaces are saved."""
+    FACTOR[0] = 2.0
+    loop = Loop(OfBackwardAlone(dtype), **kind)
     loop.step()
-    loop.step(lambda: FACTOR.__setitem__(0, 2.0))
+    loop.step(enlarge)
     with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
         loop.checks.read()
 
@@ -301,36 +302,7 @@ class Turned(nn.Module):
 
 def test_strides_count() -> None:
     with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
-        Loop(Turned(), use_reentrant=True).step(lambda: FACTOR.__setitem__(0, 1.5))
-
-
-class ReadsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.full_like(hidden, FACTOR[0]))
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * ctx.saved_tensors[0]
-
-
-class OfBackwardAlone(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.linear(ReadsInBackward.apply(hidden)).sin()
-
-
-@pytest.mark.parametrize("kind", [{}, BOTH], ids=["saved", "both"])
-def test_what_only_a_backward_reads(kind: dict[str, bool]) -> None:
-    loop = Loop(OfBackwardAlone(), **kind)
-    loop.step()
-    loop.step(lambda: FACTOR.__setitem__(0, 1.5))
-    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
-        loop.checks.read()
+        Loop(Turned(), use_reentrant=True).step(enlarge)
 
 
 def test_a_layer_that_has_gradients_in_its_turn_alone() -> None:
@@ -390,7 +362,7 @@ def test_a_comparison_behind_a_thousand_others() -> None:
     for key in range(1, 1001):  # the layers of a long forward, of which the first runs again last
         loop.checks.run(key, f"layer {key}", state, sees_saved=True, **loop.options)
     loop.step()
-    loop.step(lambda: FACTOR.__setitem__(0, 1.5))
+    loop.step(enlarge)
     with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
         loop.checks.read()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ from tests.engine import (
     Layer,
     Result,
     batch,
+    compare,
     forward,
     loss_of,
     one_after_the_other,
-    plain_and_swapped,
+    one_step,
+    result,
     stack,
     train_step,
 )
@@ -128,187 +131,138 @@ def sparse(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
 
 
 FUNCTIONS = [
-    expanded,
-    strided,
-    overlapping_unfold,
-    masks_and_indices,
-    in_place_that_autograd_allows,
-    mixed_dtypes,
-    complex_numbers,
-    zero_size,
-    data_dependent_shape,
-    reads_a_saved_tensor_twice,
-    sparse,
-]
+    expanded, strided, overlapping_unfold, masks_and_indices, in_place_that_autograd_allows, mixed_dtypes,
+    complex_numbers, zero_size, data_dependent_shape, reads_a_saved_tensor_twice, sparse,
+]  # fmt: skip
+
+
+def of(function: Callable, num_layers: int = 4) -> nn.ModuleList:
+    return stack(num_layers, lambda: Lambda(function))
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["random delays", "lazy"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_whatever_a_layer_saves_comes_back_to_the_bit(function: Callable, lazy: bool):
-    plain, swapped = plain_and_swapped(
-        stack(4, lambda: Lambda(function)),
-        lambda layers: train_step(layers, one_after_the_other(2)),
-        device=LazyDevice() if lazy else None,
-        min_bytes=1,
-        verify=True,
-    )
-    assert swapped.same_as(plain)
+def test_whatever_a_layer_saves_comes_back_to_the_bit(function: Callable, lazy: bool) -> None:
+    compare(of(function), device=LazyDevice() if lazy else None, min_bytes=1, verify=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_every_precision_trains_to_the_bit(dtype: torch.dtype):
-    plain, swapped = plain_and_swapped(
-        stack(4, dtype=dtype), lambda layers: train_step(layers, one_after_the_other(2), dtype=dtype), verify=True
-    )
-    assert swapped.same_as(plain)
+def test_every_precision_trains_to_the_bit_with_the_same_dropout(dtype: torch.dtype) -> None:
+    layers = stack(4, lambda: Layer(dropout=0.3), dtype)
+    compare(layers, partial(train_step, schedule=one_after_the_other(3), dtype=dtype), verify=True)
 
 
-def test_dropout_draws_the_same_numbers():
-    plain, swapped = plain_and_swapped(
-        stack(4, lambda: Layer(dropout=0.3)), lambda layers: train_step(layers, one_after_the_other(3))
-    )
-    assert swapped.same_as(plain)
+@pytest.mark.parametrize("verify", [False, True])
+def test_parts_of_a_storage_that_are_written_after_its_copy_began(verify: bool) -> None:
+    """The copy runs as early as a copy engine can."""
+    options = {"commit_bytes": 1 << 24 if verify else 1, "verify": verify}
+    compare(of(unsafe_chunks, 5), num_steps=3, device=PromptDevice(), **options)
 
 
-class TestCheckpoint:
-    @pytest.mark.parametrize("reentrant", [True, False])
-    def test_inside_a_layer(self, reentrant: bool):
-        def part(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
-            return checkpoint(lambda x: (x.sin() * x).exp(), hidden, use_reentrant=reentrant) * hidden.cos()
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_a_layer(reentrant: bool) -> None:
+    def part(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
+        return checkpoint(lambda x: (x.sin() * x).exp(), hidden, use_reentrant=reentrant) * hidden.cos()
 
-        plain, swapped = plain_and_swapped(
-            stack(4, lambda: Lambda(part)), lambda layers: train_step(layers, one_after_the_other(2)), verify=True
-        )
-        assert swapped.same_as(plain)
-
-    def test_around_layers_recomputed_in_backward_nothing_is_swapped_but_all_is_right(self):
-        def run(layers: nn.ModuleList) -> Result:
-            hidden = batch().requires_grad_()
-            layers.zero_grad()
-            half = len(layers) // 2
-            middle = checkpoint(lambda x: forward(layers[:half], x), hidden, use_reentrant=True)
-            loss = loss_of(forward(layers[half:], middle))
-            loss.backward()
-            return Result([loss.detach()], [hidden.grad, *(parameter.grad for parameter in layers.parameters())])
-
-        plain, swapped = plain_and_swapped(stack(6), run)
-        assert swapped.same_as(plain)
-
-    @pytest.mark.parametrize(
-        "before_and_after",
-        [False, True],
-    )
-    def test_not_reentrant_around_layers(self, before_and_after: bool):
-        def segment(layers: nn.ModuleList, hidden: torch.Tensor) -> torch.Tensor:
-            if before_and_after:
-                return functional.gelu(forward(layers, hidden.sin()))
-            return forward(layers, hidden)
-
-        def run(layers: nn.ModuleList) -> Result:
-            hidden = batch().requires_grad_()
-            layers.zero_grad()
-            output = hidden
-            for i in range(0, len(layers), 2):
-                here = layers[i : i + 2]
-                output = checkpoint(lambda x, here=here: segment(here, x), output, use_reentrant=False)
-            loss = loss_of(output)
-            loss.backward()
-            return Result([loss.detach()], [hidden.grad, *(parameter.grad for parameter in layers.parameters())])
-
-        plain, swapped = plain_and_swapped(stack(6), run)
-        assert swapped.same_as(plain)
+    compare(of(part), verify=True)
 
 
-class TestBackwardAskedForOtherwise:
-    def test_a_second_backward_over_a_retained_graph(self):
-        def run(layers: nn.ModuleList) -> Result:
-            layers.zero_grad()
-            hidden = batch().requires_grad_()
-            loss = loss_of(forward(layers, hidden))
-            loss.backward(retain_graph=True)
-            first = [parameter.grad.clone() for parameter in layers.parameters()]
-            loss.backward(retain_graph=True)
-            loss.backward()
-            second = [parameter.grad for parameter in layers.parameters()]
-            return Result([loss.detach()], [*first, hidden.grad, *second])
+@pytest.mark.parametrize(("reentrant", "more"), [(True, False), (False, False), (False, True)])
+def test_a_checkpoint_around_layers(reentrant: bool, more: bool) -> None:
+    """In a reentrant one nothing is swapped, but all is right. ``more``: it holds operators beside the layers."""
 
-        for device in (None, LazyDevice()):
-            plain, swapped = plain_and_swapped(stack(5), run, device=device, verify=True)
-            assert swapped.same_as(plain)
+    def segment(layers: nn.ModuleList, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(forward(layers, hidden.sin())) if more else forward(layers, hidden)
 
-    def test_gradients_of_some_parameters_only_then_of_all(self):
-        def run(layers: nn.ModuleList) -> Result:
-            hidden = batch().requires_grad_()
-            loss = loss_of(forward(layers, hidden))
-            some = [layers[3].mlp.linear_fc2.weight, layers[1].norm1.weight]
-            first = torch.autograd.grad(loss, some, retain_graph=True)
-            second = torch.autograd.grad(loss, [hidden, *layers.parameters()])
-            return Result([loss.detach()], [*first, *second])
+    def run(layers: nn.ModuleList) -> Result:
+        layers.zero_grad()
+        output = hidden = batch().requires_grad_()
+        for i in range(0, 4, 2):
+            output = checkpoint(partial(segment, layers[i : i + 2]), output, use_reentrant=reentrant)
+        (loss := loss_of(forward(layers[4:], output))).backward()
+        return result(layers, loss, more=[hidden.grad])
 
-        plain, swapped = plain_and_swapped(stack(5), run, device=LazyDevice())
-        assert swapped.same_as(plain)
+    compare(stack(6), run)
 
-    def test_gradients_of_gradients(self):
-        def run(layers: nn.ModuleList) -> Result:
-            hidden = batch(dtype=torch.float64).requires_grad_()
-            output = forward(layers, hidden).square().mean()
-            (grad,) = torch.autograd.grad(output, hidden, create_graph=True)
-            (second,) = torch.autograd.grad(grad.square().sum(), hidden)
-            return Result([output.detach()], [grad.detach(), second])
 
-        plain, swapped = plain_and_swapped(stack(4, dtype=torch.float64), run)
-        assert swapped.same_as(plain)
+def retained(layers: nn.ModuleList, hidden: torch.Tensor) -> Result:
+    (loss := loss_of(forward(layers, hidden))).backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in layers.parameters()]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return result(layers, loss, more=[hidden.grad, *first])
 
-    def test_frozen_layers_and_inputs_without_gradient(self):
-        def run(layers: nn.ModuleList) -> Result:
-            layers.zero_grad()
-            for parameter in layers[:2].parameters():
-                parameter.requires_grad_(False)
-            for layer in layers[2:]:
-                layer.norm1.weight.requires_grad_(False)
-            loss = loss_of(forward(layers, batch()))
-            loss.backward()
-            return Result([loss.detach()], [parameter.grad for parameter in layers.parameters()])
 
-        plain, swapped = plain_and_swapped(stack(6), run, device=LazyDevice())
-        assert swapped.same_as(plain)
+def of_some_parameters_then_of_all(layers: nn.ModuleList, hidden: torch.Tensor) -> Result:
+    loss = loss_of(forward(layers, hidden))
+    some = [layers[3].mlp.linear_fc2.weight, layers[1].norm1.weight]
+    first = torch.autograd.grad(loss, some, retain_graph=True)
+    return Result([loss.detach()], [*first, *torch.autograd.grad(loss, [hidden, *layers.parameters()])])
 
-    def test_a_hook_that_reads_what_backward_passes(self):
-        def run(layers: nn.ModuleList) -> Result:
-            seen: list[torch.Tensor] = []
-            hidden = batch().requires_grad_()
-            for layer in layers:
-                hidden = layer(hidden)
-                hidden.register_hook(lambda grad: seen.append(grad.clone()))
-            loss = loss_of(hidden)
-            loss.backward()
-            return Result([loss.detach()], seen)
 
-        plain, swapped = plain_and_swapped(stack(4), run)
-        assert swapped.same_as(plain)
+def of_gradients(layers: nn.ModuleList, hidden: torch.Tensor) -> Result:
+    loss = loss_of(forward(layers, hidden))
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    return Result([loss.detach()], [grad.detach(), *torch.autograd.grad(grad.square().sum(), hidden)])
+
+
+def frozen(layers: nn.ModuleList, hidden: torch.Tensor) -> Result:
+    layers[:2].requires_grad_(False)
+    for layer in layers[2:]:
+        layer.norm1.weight.requires_grad_(False)
+    (loss := loss_of(forward(layers, batch()))).backward()
+    return result(layers, loss)
+
+
+def read_by_a_hook(layers: nn.ModuleList, hidden: torch.Tensor) -> Result:
+    seen: list[torch.Tensor] = []
+    for layer in layers:
+        hidden = layer(hidden)
+        hidden.register_hook(lambda grad: seen.append(grad.clone()))
+    (loss := loss_of(hidden)).backward()
+    return result(layers, loss, more=seen)
+
+
+def evaluated_between(layers: nn.ModuleList, hidden: torch.Tensor) -> Result:
+    loss = loss_of(forward(layers, hidden))
+    with torch.no_grad():
+        forward(layers, batch(1))
+    loss.backward()
+    return result(layers, loss)
+
+
+BACKWARDS = [retained, of_some_parameters_then_of_all, of_gradients, frozen, read_by_a_hook, evaluated_between]
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["random delays", "lazy"])
+@pytest.mark.parametrize("backward", BACKWARDS, ids=lambda backward: backward.__name__)
+def test_however_backward_is_called(backward: Callable[..., Result], lazy: bool) -> None:
+    def run(layers: nn.ModuleList) -> Result:
+        layers.zero_grad()
+        return backward(layers, batch().requires_grad_())
+
+    compare(stack(5), run, device=LazyDevice() if lazy else None, verify=backward is retained)
+
+
+def saves_and_changes(how: Callable[[torch.Tensor], object], source: Callable) -> Callable:
+    """Return the function of a layer that changes a saved tensor if its note says so."""
+
+    def function(hidden: torch.Tensor, layer: Lambda) -> torch.Tensor:
+        saved = source(hidden)
+        output = saved.sin() + hidden
+        if layer.note.get("bad"):
+            how(saved)
+        return output
+
+    return function
 
 
 class TestInPlaceChangeAfterSaving:
-    @staticmethod
-    def changes(how: Callable[[torch.Tensor], object], source: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
-        def function(hidden: torch.Tensor, layer: Lambda) -> torch.Tensor:
-            saved = source(hidden)
-            output = saved.sin() + hidden
-            if layer.note.get("bad"):
-                how(saved)
-            return output
-
-        return function
-
     @pytest.mark.parametrize("commit_bytes", [1 << 24, 1], ids=["before the commit", "after the commit"])
-    @pytest.mark.parametrize(
-        "how",
-        [lambda x: x.add_(1), lambda x: x[1:3].zero_(), lambda x: x.detach().mul_(2)],
-        ids=["whole", "view", "detached"],
-    )
+    @pytest.mark.parametrize("how", [lambda x: x.add_(1), lambda x: x[1:3].zero_(), lambda x: x.detach().mul_(2)])
     @pytest.mark.parametrize("source", [lambda x: x * 1, torch.exp], ids=["input saved", "output saved"])
-    def test_raises_as_plain_autograd_does_and_names_the_site(self, how, source, commit_bytes: int):
-        layers = stack(4, lambda: Lambda(self.changes(how, source)))
+    def test_raises_as_plain_autograd_does_and_names_the_site(self, how, source, commit_bytes: int) -> None:
+        layers = of(saves_and_changes(how, source))
         layers[1].note["bad"] = True
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss_of(forward(layers, batch())).backward()
@@ -321,21 +275,18 @@ class TestInPlaceChangeAfterSaving:
             assert not engine.device.violations
 
     @pytest.mark.parametrize("swapped", [[0], [0, 1]], ids=["layer stays", "too small"])
-    def test_raises_also_where_the_tensor_stays(self, swapped: list[int]):
-        layers = stack(4, lambda: Lambda(self.changes(lambda x: x.add_(1), lambda x: x * 1)))
+    def test_raises_also_where_the_tensor_stays(self, swapped: list[int]) -> None:
+        layers = of(saves_and_changes(lambda x: x.add_(1), lambda x: x * 1))
         layers[1].note["bad"] = True
-        with (
-            Engine(layers, swapped, min_bytes=1 << 20),
-            pytest.raises(RuntimeError, match="modified by an inplace"),
-        ):
+        with Engine(layers, swapped, min_bytes=1 << 20), pytest.raises(RuntimeError, match="modified by an inplace"):
             loss_of(forward(layers, batch())).backward()
 
-    def test_a_change_in_a_later_layer_before_the_release_raises(self):
+    def test_a_change_in_a_later_layer_before_the_release_raises(self) -> None:
         def keep(hidden: torch.Tensor, layer: Lambda) -> torch.Tensor:
             layer.note["saved"] = hidden * 1
             return layer.note["saved"].sin()
 
-        layers = stack(5, lambda: Lambda(keep))
+        layers = of(keep, 5)
         with Engine(layers, device=LazyDevice()):
             hidden = forward(layers[:2], batch())
             layers[1].note["saved"].add_(1)
@@ -343,7 +294,7 @@ class TestInPlaceChangeAfterSaving:
             with pytest.raises(RuntimeError, match=r"layers\.1/layer/0.*version 1, autograd saved it at version 0"):
                 loss_of(hidden).backward()
 
-    def test_a_change_before_the_next_save_belongs_to_the_next_save(self):
+    def test_a_change_between_two_saves_or_of_a_save_that_backward_does_not_use_is_no_error(self) -> None:
         def twice(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
             base = hidden * 1
             first = base.detach() * hidden  # saves the values of now
@@ -351,12 +302,6 @@ class TestInPlaceChangeAfterSaving:
             base.add_(1)
             return first + base.sin()
 
-        plain, swapped = plain_and_swapped(
-            stack(4, lambda: Lambda(twice)), lambda layers: train_step(layers, one_after_the_other(2)), commit_bytes=1
-        )
-        assert swapped.same_as(plain)
-
-    def test_a_change_after_a_save_that_backward_does_not_use_is_no_error(self):
         def unused(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
             base = hidden * 1
             not_used = base.sin()
@@ -365,13 +310,11 @@ class TestInPlaceChangeAfterSaving:
             del not_used
             return result
 
-        plain, swapped = plain_and_swapped(
-            stack(4, lambda: Lambda(unused)), lambda layers: train_step(layers, one_after_the_other(2))
-        )
-        assert swapped.same_as(plain)
+        compare(of(twice), commit_bytes=1)
+        compare(of(unused))
 
 
-def test_a_parameter_that_a_node_has_made_is_kept_as_an_alias():
+def test_a_parameter_that_a_node_has_made_is_kept_as_an_alias() -> None:
     """The node that saves its own output would hold itself."""
     made = nn.Parameter(torch.ones(3), requires_grad=False)
     made.mul_(torch.ones(3, requires_grad=True))
@@ -383,37 +326,21 @@ def test_a_parameter_that_a_node_has_made_is_kept_as_an_alias():
     assert of_leaf.tensor is leaf
 
 
-class TestWithoutGradients:
-    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-    def test_nothing_is_swapped_and_training_goes_on(self, mode: Callable):
-        layers = stack(4)
-        plain = train_step(copy.deepcopy(layers), one_after_the_other(2))
-        with Engine(layers) as engine:
-            with mode():
-                expected = forward(layers, batch())
-            assert engine.counters.out_bytes == engine.num_leases == 0
-            assert train_step(layers, one_after_the_other(2)).same_as(plain)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_swapped_and_training_goes_on(mode: Callable) -> None:
+    layers = stack(4)
+    plain, expected = one_step(copy.deepcopy(layers)), forward(layers, batch())
+    with Engine(layers) as engine:
+        for _ in range(2):
             before = engine.counters.out_bytes
             with mode():
                 assert torch.equal(forward(layers, batch()), expected)
-            assert engine.counters.out_bytes == before
-            assert train_step(layers, one_after_the_other(2)).same_as(plain)
-
-    def test_evaluation_between_forward_and_backward(self):
-        def run(layers: nn.ModuleList) -> Result:
-            layers.zero_grad()
-            loss = loss_of(forward(layers, batch()))
-            with torch.no_grad():
-                forward(layers, batch(1))
-            loss.backward()
-            return Result([loss.detach()], [parameter.grad for parameter in layers.parameters()])
-
-        plain, swapped = plain_and_swapped(stack(4), run)
-        assert swapped.same_as(plain)
+            assert (engine.counters.out_bytes, engine.num_leases) == (before, 0)
+            assert one_step(layers).same_as(plain)
 
 
 class TestBoundary:
-    def test_outputs_and_inputs_are_no_views(self):
+    def test_outputs_and_inputs_are_no_views_and_remove_gives_every_layer_its_own_forward_back(self) -> None:
         seen = []
 
         def look(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
@@ -423,12 +350,13 @@ class TestBoundary:
         layers = nn.ModuleList([Lambda(look)])
         layers[0].linear = nn.Identity()
         with Engine(layers):
+            assert "forward" in vars(layers[0])
             output = layers[0](batch().requires_grad_())
-        assert output._base is None
-        assert seen == [None]
-        assert output.requires_grad
+        assert (output._base, seen, output.requires_grad) == (None, [None], True)
+        assert "forward" not in vars(layers[0])
+        assert not any(module._forward_hooks for module in layers.modules())
 
-    def test_hidden_states_as_keyword_and_results_in_a_tuple(self):
+    def test_hidden_states_as_keyword_and_results_in_a_tuple(self) -> None:
         class Pair(Layer):
             def forward(self, attention_mask=None, *, hidden_states):
                 assert attention_mask is None
@@ -440,30 +368,12 @@ class TestBoundary:
             for layer in layers:
                 hidden, context = layer(None, hidden_states=hidden)
                 assert context is None
-            loss = loss_of(hidden)
-            loss.backward()
-            return Result([loss.detach()], [parameter.grad for parameter in layers.parameters()])
+            (loss := loss_of(hidden)).backward()
+            return result(layers, loss)
 
-        plain, swapped = plain_and_swapped(stack(4, Pair), run)
-        assert swapped.same_as(plain)
+        compare(stack(4, Pair), run)
 
-    def test_remove_gives_every_layer_its_own_forward_back(self):
-        layers = stack(3)
-        with Engine(layers):
-            assert all("forward" in vars(layer) for layer in layers)
-        assert not any("forward" in vars(layer) for layer in layers)
-        assert not any(module._forward_hooks for module in layers.modules())
-
-    @pytest.mark.parametrize("verify", [False, True])
-    def test_parts_of_a_storage_that_are_written_after_its_copy_began(self, verify: bool):
-        layers = stack(5, lambda: Lambda(unsafe_chunks))
-        step = lambda layers: train_step(layers, one_after_the_other(2))  # noqa: E731
-        plain, swapped = plain_and_swapped(
-            layers, step, num_steps=3, device=PromptDevice(), commit_bytes=1 << 24 if verify else 1, verify=verify
-        )
-        assert swapped.same_as(plain)
-
-    def test_parameters_stay_also_when_they_move_after_the_boundary_was_put_up(self):
+    def test_parameters_stay_also_when_they_move_after_the_boundary_was_put_up(self) -> None:
         layers = stack(3)
         with Engine(layers, min_bytes=1, device=LazyDevice()) as engine:
             flat = torch.cat([parameter.detach().flatten() for parameter in layers.parameters()])
@@ -477,16 +387,11 @@ class TestBoundary:
             assert stayed == {0: 2 * batch().nbytes}  # the input of the first layer, which the test holds
             assert flat.isfinite().all()
 
-    def test_what_is_no_plain_device_memory_stays(self):
-        cpu = torch.device("cpu")
-        assert not is_ineligible(torch.ones(2), cpu)
+    def test_what_is_no_plain_device_memory_stays(self) -> None:
+        assert not is_ineligible(torch.ones(2), torch.device("cpu"))
+        conjugated = torch.ones(2, dtype=torch.complex64).conj()
         for tensor in (
-            nn.Parameter(torch.ones(2)),
-            torch.ones(2, device="meta"),
-            torch.ones(2).to_sparse(),
-            torch.ones(2, dtype=torch.complex64).conj(),
-            torch.ones(2, dtype=torch.complex64).conj().imag,
-            torch.ones(0),
-            torch.ones(2, 0, 3),
-        ):
-            assert is_ineligible(tensor, cpu)
+            nn.Parameter(torch.ones(2)), torch.ones(2, device="meta"), torch.ones(2).to_sparse(), conjugated,
+            conjugated.imag, torch.ones(0), torch.ones(2, 0, 3),
+        ):  # fmt: skip
+            assert is_ineligible(tensor, torch.device("cpu"))

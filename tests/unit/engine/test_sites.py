@@ -14,20 +14,16 @@ from tests.engine import Layer, batch
 
 def saved_in(module: nn.Module, names: SiteNames, hidden: torch.Tensor) -> list[str]:
     """Return the sites of one run, as strings."""
-    sites: list[Site] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        sites.append(names.next_site())
-        return tensor
-
+    sites: list[str] = []
     names.begin()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: sites.append(str(names.next_site())), lambda _: None):
         module(hidden)
-    return [str(site) for site in sites]
+    assert len(set(sites)) == len(sites)
+    return sites
 
 
 class Recursive(nn.Module):
-    """A module that runs itself once more inside itself."""
+    """Runs itself once more inside itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +35,7 @@ class Recursive(nn.Module):
 
 
 class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fail = False
+    fail = False
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.fail:
@@ -49,56 +43,41 @@ class Failing(nn.Module):
         return hidden.sin()
 
 
-def test_sites_have_the_path_of_the_innermost_running_module():
+class Outer(nn.Module):
+    def __init__(self, catches: bool) -> None:
+        super().__init__()
+        self.part, self.catches = nn.Sequential(Failing()), catches
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        try:
+            hidden = self.part(hidden)
+        except ValueError:
+            if not self.catches:
+                raise
+        return hidden.sigmoid()
+
+
+def test_sites_have_the_path_of_the_innermost_running_module_in_every_run() -> None:
     layer = Layer()
-    found = saved_in(layer, SiteNames(5, layer), batch())
+    names = SiteNames(5, layer)
+    found = saved_in(layer, names, batch(0))
     for site in ("norm1/0", "attention.linear_qkv/0", "attention/0", "mlp/0", "mlp.linear_fc2/0"):
         assert f"layers.5/{site}" in found
-    assert len(set(found)) == len(found)
-
-
-def test_names_are_the_same_in_every_run():
-    layer = Layer()
-    names = SiteNames(0, layer)
-    assert saved_in(layer, names, batch(0)) == saved_in(layer, names, batch(1))
-
-
-def test_what_the_layer_itself_saves_bears_its_own_path():
-    layer = nn.Sequential(nn.Linear(32, 32))
-    names = SiteNames(1, layer)
+    assert saved_in(layer, names, batch(1)) == found
     names.begin()
-    assert names.next_site() == Site(1, OWN_PATH, 0)
-    assert names.next_site() == Site(1, OWN_PATH, 1)
-
-
-def test_a_module_that_runs_itself_is_numbered_on():
-    layer = nn.Sequential(Recursive())
-    found = saved_in(layer, SiteNames(0, layer), batch())
-    assert len(set(found)) == len(found)
+    assert [names.next_site(), names.next_site()] == [Site(5, OWN_PATH, 0), Site(5, OWN_PATH, 1)]
+    recursive = nn.Sequential(Recursive())
+    found = saved_in(recursive, SiteNames(0, recursive), batch())
     assert {site.rsplit("/", 1)[0] for site in found} == {"layers.0/0", "layers.0/0.linear"}
 
 
-@pytest.mark.parametrize("caught_inside", [False, True])
-def test_an_exception_leaves_no_module_on_the_stack(caught_inside: bool):
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.Sequential(Failing())
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            try:
-                hidden = self.part(hidden)
-            except ValueError:
-                if not caught_inside:
-                    raise
-            return hidden.sigmoid()
-
-    layer = Outer()
-    names = SiteNames(0, layer)
-    hidden = batch().requires_grad_()
+@pytest.mark.parametrize("catches", [False, True])
+def test_an_exception_leaves_no_module_on_the_stack(catches: bool) -> None:
+    layer = Outer(catches)
+    names, hidden = SiteNames(0, layer), batch().requires_grad_()
     before = saved_in(layer, names, hidden)
     layer.part[0].fail = True
-    if caught_inside:
+    if catches:
         assert saved_in(layer, names, hidden) == ["layers.0/layer/0"]
     else:
         with pytest.raises(ValueError, match="as planned"):
@@ -107,17 +86,11 @@ def test_an_exception_leaves_no_module_on_the_stack(caught_inside: bool):
     assert saved_in(layer, names, hidden) == before == ["layers.0/part.0/0", "layers.0/layer/0"]
 
 
-def test_what_is_left_out_is_not_followed():
+def test_what_is_left_out_is_not_followed_and_remove_takes_all_hooks_off() -> None:
     layer = Layer()
     names = SiteNames(NON_LAYER, layer, without=[layer.mlp, layer.attention])
     assert names.modules == [layer, layer.norm1, layer.norm2]
     assert [module for module in layer.modules() if module._forward_hooks] == [layer.norm1, layer.norm2]
     assert str(names.next_site(LOSS_PATH)) == "layers.-1/loss/0"
-
-
-def test_remove_takes_all_hooks_off():
-    layer = Layer()
-    names = SiteNames(0, layer)
-    assert any(module._forward_hooks for module in layer.modules())
     names.remove()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())

@@ -13,18 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.engine.stash import stash
-from tests.engine import (
-    HIDDEN,
-    TOKENS,
-    Engine,
-    Result,
-    batch,
-    forward,
-    one_after_the_other,
-    plain_and_swapped,
-    stack,
-    train_step,
-)
+from tests.engine import HIDDEN, TOKENS, Engine, batch, compare, forward, stack
 
 
 class Stashing(torch.autograd.Function):
@@ -43,7 +32,17 @@ class Stashing(torch.autograd.Function):
         return grad * 2 * y * (1 - y * y)
 
 
-def test_hooks_see_what_is_stashed_and_give_it_back():
+class StashingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + Stashing.apply(self.linear(hidden))
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_hooks_see_what_is_stashed_and_give_it_back_and_without_them_it_is_kept(hooked: bool) -> None:
     packed: list[torch.Tensor] = []
     unpacked: list[int] = []
 
@@ -56,25 +55,21 @@ def test_hooks_see_what_is_stashed_and_give_it_back():
         return packed[number]
 
     x = torch.randn(8, requires_grad=True)
-    with saved_tensors_hooks(pack, unpack):
-        out = Stashing.apply(x)
-    assert [one.shape for one in packed] == [(8,), (7,)]
-    out.sum().backward()
-    assert unpacked == [0, 1]
     plain = x.detach().clone().requires_grad_()
     (plain.tanh() ** 2).sum().backward()
+    if hooked:
+        with saved_tensors_hooks(pack, unpack):
+            out = Stashing.apply(x)
+    else:
+        out = Stashing.apply(x)
+    out.sum().backward()
+    assert [one.shape for one in packed] == [(8,), (7,)] * hooked
+    assert unpacked == [0, 1] * hooked
     assert torch.allclose(x.grad, plain.grad)
 
 
-def test_without_hooks_it_is_just_kept():
-    x = torch.randn(8, requires_grad=True)
-    Stashing.apply(x).sum().backward()
-    assert x.grad is not None
-
-
-def test_the_memory_is_free_with_the_graph():
-    x = torch.randn(8, requires_grad=True)
-    out = Stashing.apply(x)
+def test_the_memory_is_free_with_the_graph() -> None:
+    out = Stashing.apply(torch.randn(8, requires_grad=True))
     kept = weakref.ref(out.grad_fn.kept.tensors()[0].untyped_storage())
     assert kept() is not None
     del out
@@ -82,48 +77,24 @@ def test_the_memory_is_free_with_the_graph():
     assert kept() is None
 
 
-class StashingLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + Stashing.apply(self.linear(hidden))
-
-
-def test_the_engine_swaps_it_to_the_bit():
-    def run(layers: nn.ModuleList) -> Result:
-        return train_step(layers, one_after_the_other(2))
-
-    plain, swapped = plain_and_swapped(stack(4, StashingLayer), run)
-    assert swapped.same_as(plain)
-
-
-def test_what_is_stashed_leaves_the_device():
+def test_the_engine_swaps_it_to_the_bit() -> None:
+    compare(stack(4, StashingLayer))
     layers = stack(3, StashingLayer)
     with Engine(layers, [0, 1]) as engine:
         loss = forward(layers, batch().requires_grad_()).sum()
-        num_bytes = TOKENS * HIDDEN * 4
         # Each layer saves the input of its linear and one storage that is stashed, views included.
-        assert engine.counters.out_bytes == 2 * 2 * num_bytes
+        assert engine.counters.out_bytes == 2 * 2 * TOKENS * HIDDEN * 4
         loss.backward()
 
 
-def test_changed_in_place_is_an_error():
+def test_changes_in_place_other_things_than_tensors_and_inference_mode() -> None:
     hidden = torch.randn(8)
     kept = stash(hidden)
     hidden.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.tensors()
-
-
-def test_in_inference_mode_there_is_nobody_to_save_for():
-    with torch.inference_mode():
-        a = torch.ones(3)
-        (b,) = stash(a).tensors()
-        assert b is a
-
-
-def test_what_is_no_tensor_is_refused():
     with pytest.raises(UsageError, match="a NoneType was given; leave it on ctx"):
         stash(torch.ones(1), None)  # type: ignore[arg-type]
+    with torch.inference_mode():  # there is nobody to save for
+        a = torch.ones(3)
+        assert stash(a).tensors()[0] is a

@@ -67,22 +67,15 @@ def shape(entry: LayerClass) -> LayerClass:
     return replace(entry, forward_ms=0, backward_ms=0, host_ms=0, temporaries=(), sites=sites, sections=sections)
 
 
-@pytest.mark.parametrize(
-    ("make", "data", "first"),
-    [
-        pytest.param(lambda: mlps(10), rows, [(), (), (), *7 * [(1, 2)]], id="layers"),
-        # Their inputs come from a layer without gradients, so the first one is of another kind.
-        pytest.param(encoder, tokens, [(), (), (), (1, 2), (1, 2)], id="dropout", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("make", "data", "first"), [
+    pytest.param(lambda: mlps(10), rows, [(), (), (), *7 * [(1, 2)]], id="layers"),
+    # Their inputs come from a layer without gradients, so the first one is of another kind.
+    pytest.param(encoder, tokens, [(), (), (), (1, 2), (1, 2)], id="dropout", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_profile_is_that_of_all_layers(
-    no_room: list[tuple[int, ...]],
-    make: Callable[[], nn.Module],
-    data: Any,
-    first: list[tuple[int, ...]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    no_room: list[tuple[int, ...]], make: Callable[[], nn.Module], data: Any, first: list[tuple[int, ...]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     torch.manual_seed(7)
     model = make()
     profiles = {}
@@ -148,12 +141,6 @@ class Counting(Mlp):
         return super().forward(hidden) * (1 + 0.01 * self.seen)
 
 
-def test_layers_that_must_not_run_again_are_all_measured(no_room: list[tuple[int, ...]]) -> None:
-    torch.manual_seed(7)
-    trained(nn.Sequential(*(Counting() for _ in range(6))), rows, 0.9)
-    assert set(no_room) == {()}
-
-
 def test_one_that_only_looks_alike_is_refused(no_room: list[tuple[int, ...]]) -> None:
     model = nn.Sequential(*(Counting(counts=number == 5) for number in range(6)))
     with (
@@ -192,9 +179,15 @@ class Hidden(nn.Module):
         return states.hidden
 
 
-def test_layers_whose_inputs_are_not_seen_are_all_measured(no_room: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    ("make", "fraction"), [(lambda: nn.Sequential(*(Counting() for _ in range(6))), 0.9), (Hidden, 0.95)],
+    ids=["must not run again", "inputs are not seen"],
+)  # fmt: skip
+def test_layers_that_are_all_measured(
+    make: Callable[[], nn.Module], fraction: float, no_room: list[tuple[int, ...]]
+) -> None:
     torch.manual_seed(7)
-    trained(Hidden(), rows, 0.95)
+    trained(make(), rows, fraction)
     assert set(no_room) == {()}
 
 
@@ -262,17 +255,12 @@ def test_kinds_are_told_apart() -> None:
 
     one, hidden = Mlp(), rows(0)
     kinds = [
-        kind_of(one, [hidden], None),
-        kind_of(Mlp(2 * WIDTH), [hidden], None),
-        kind_of(Wider(), [hidden], None),
-        kind_of(Mlp().requires_grad_(False), [hidden], None),
-        kind_of(one, [hidden.requires_grad_()], None),
-        kind_of(one, [hidden[:8]], None),
-        kind_of(one, [hidden, hidden], None),
-        kind_of(one, [hidden], [torch.ops.aten.add.Tensor]),
-        kind_of(one, [hidden], None, "offloaded"),
+        kind_of(one, [hidden], None), kind_of(Mlp(2 * WIDTH), [hidden], None), kind_of(Wider(), [hidden], None),
+        kind_of(Mlp().requires_grad_(False), [hidden], None), kind_of(one, [hidden.requires_grad_()], None),
+        kind_of(one, [hidden[:8]], None), kind_of(one, [hidden, hidden], None),
+        kind_of(one, [hidden], [torch.ops.aten.add.Tensor]), kind_of(one, [hidden], None, "offloaded"),
         kind_of(one, [hidden.to_sparse()], None),
-    ]
+    ]  # fmt: skip
     assert len(set(kinds)) == len(kinds)
     assert kind_of(Mlp(), [rows(1)], None) == kinds[0]
 

@@ -137,95 +137,75 @@ def failing(number: int) -> Callable[..., int]:
     return call
 
 
-class TestFaults:
-    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-    def test_a_write_that_fails_is_an_error_with_a_way_out(
-        self, disk: DiskFile, number: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (room,) = disk.take_all([BLOCK_BYTES])
-        monkeypatch.setattr(os, "pwritev", failing(number))
-        with pytest.raises(DiskError, match=r"writing failed .* that was saved is intact: .*--swap-disk-dir"):
-            written(disk, room, 0, aligned(BLOCK_BYTES))
+def write_a_block(disk: DiskFile, room: DiskRoom) -> None:
+    written(disk, room, 0, aligned(BLOCK_BYTES))
 
-    def test_a_call_that_does_nothing_is_one(self, disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
-        (room,) = disk.take_all([BLOCK_BYTES])
-        monkeypatch.setattr(os, "preadv", lambda *_: 0)
-        with pytest.raises(DiskError, match="reading failed"):
-            back(disk, room, 0, BLOCK_BYTES)
 
-    def test_a_full_disk_is_an_error_before_anything_is_written(
-        self, disk: DiskFile, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-        with pytest.raises(DiskError, match=r"reserving 8\.0 KiB failed \(No space left on device, .* are free\)"):
-            disk.take_all([2 * BLOCK_BYTES])
-        assert disk.reserved_bytes == 0
+@pytest.mark.parametrize(("call", "fails", "use", "said"), [
+    ("pwritev", failing(errno.ENOSPC), write_a_block, r"writing failed .* was saved is intact: .*--swap-disk-dir"),
+    ("pwritev", failing(errno.EIO), write_a_block, r"writing failed .* was saved is intact: .*--swap-disk-dir"),
+    ("preadv", lambda *_: 0, lambda disk, room: back(disk, room, 0, BLOCK_BYTES), "reading failed"),
+    ("posix_fallocate", failing(errno.ENOSPC), lambda disk, _: disk.take_all([2 * BLOCK_BYTES]),
+     r"reserving 8\.0 KiB failed \(No space left on device, .* are free\)"),
+])  # fmt: skip
+def test_a_call_that_fails_is_an_error_with_a_way_out(
+    disk: DiskFile, call: str, fails: Any, use: Callable[..., object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (room,) = disk.take_all([BLOCK_BYTES])
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(DiskError, match=said):
+        use(disk, room)
+    assert disk.reserved_bytes == BLOCK_BYTES
 
-    def test_the_limit(self, disk: DiskFile) -> None:
-        disk.take_all([60 * MIB])
-        with pytest.raises(DiskError, match=r"60 MiB are reserved in .*, the limit is 64 MiB\. Raise --swap-disk-gib"):
-            disk.take_all([5 * MIB])
 
-    def test_all_ranks_of_a_host_take_as_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * GIB))
-        assert disk_limit_bytes(tmp_path, GIB, 3) == GIB
-        assert disk_limit_bytes(tmp_path, None, 4) == GIB // 2
-        with pytest.raises(UsageError, match=r"1\.00 GiB are asked for, for each of 4 ranks, 3\.00 GiB are free"):
-            disk_limit_bytes(tmp_path, GIB, 4)
+def test_the_limit(disk: DiskFile) -> None:
+    disk.take_all([60 * MIB])
+    with pytest.raises(DiskError, match=r"60 MiB are reserved in .*, the limit is 64 MiB\. Raise --swap-disk-gib"):
+        disk.take_all([5 * MIB])
 
-    def test_a_disk_with_less_than_is_left_to_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
-        with pytest.raises(UsageError, match=r"1\.00 GiB are free there, and 1\.00 GiB .*--swap-disk-gib"):
-            disk_limit_bytes(tmp_path)
-        assert disk_limit_bytes(tmp_path, GIB) == GIB
 
-    def test_where_direct_access_cannot_read_nothing_stays_open(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuses(*_: object) -> int:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+def test_all_ranks_of_a_host_take_as_much_and_leave_some_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=3 * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    assert disk_limit_bytes(tmp_path, GIB, 3) == GIB
+    assert disk_limit_bytes(tmp_path, None, 4) == GIB // 2
+    with pytest.raises(UsageError, match=r"1\.00 GiB are asked for, for each of 4 ranks, 3\.00 GiB are free"):
+        disk_limit_bytes(tmp_path, GIB, 4)
+    free.free = GIB
+    with pytest.raises(UsageError, match=r"1\.00 GiB are free there, and 1\.00 GiB .*--swap-disk-gib"):
+        disk_limit_bytes(tmp_path)
+    assert disk_limit_bytes(tmp_path, GIB) == GIB
 
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        monkeypatch.setattr(os, "preadv", refuses)
-        disk = DiskFile(tmp_path, MIB)
-        assert not disk.is_direct
-        disk.close()
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
-    def test_without_direct_access_it_works_and_says_so(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        real = os.open
+@pytest.mark.parametrize("lacks", ["direct reads", "direct access", "nameless files"])
+def test_what_a_file_system_may_lack(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, before = os.open, num_descriptors()
 
-        def refuses(path: Any, flags: int, *more: Any) -> int:
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            return real(path, flags, *more)
+    def refuses(path: Any, flags: int, *more: Any) -> int:
+        if lacks == "direct access" and flags & os.O_DIRECT:
+            failing(errno.EINVAL)()
+        if lacks == "nameless files" and flags & os.O_TMPFILE == os.O_TMPFILE:
+            failing(errno.EOPNOTSUPP)()
+        return real(path, flags, *more)
 
-        monkeypatch.setattr(os, "open", refuses)
-        disk = DiskFile(tmp_path, MIB)
-        assert "takes no direct I/O" in caplog.text
-        (room,) = disk.take_all([BLOCK_BYTES])
+    monkeypatch.setattr(os, "open", refuses)
+    if lacks == "direct reads":
+        monkeypatch.setattr(os, "preadv", failing(errno.EINVAL))
+    disk = DiskFile(tmp_path, MIB)
+    assert not disk.is_direct or lacks == "nameless files"
+    assert ("takes no direct I/O" in caplog.text) is (lacks == "direct access") or lacks == "direct reads"
+    (room,) = disk.take_all([BLOCK_BYTES])
+    assert list(tmp_path.iterdir()) == [], "its name goes at once"
+    if lacks != "direct reads":
         data = aligned(BLOCK_BYTES, seed=3)
         written(disk, room, 0, data)
         assert torch.equal(back(disk, room, 0, BLOCK_BYTES), data)
-        disk.close()
-
-    def test_without_nameless_files_its_name_goes_at_once(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        real = os.open
-
-        def refuses(path: Any, flags: int, *more: Any) -> int:
-            if flags & os.O_TMPFILE == os.O_TMPFILE:
-                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-            return real(path, flags, *more)
-
-        monkeypatch.setattr(os, "open", refuses)
-        disk = DiskFile(tmp_path, MIB)
-        disk.take_all([BLOCK_BYTES])
-        assert list(tmp_path.iterdir()) == []
-        disk.close()
+    disk.close()
+    assert num_descriptors() == before
 
 
 KILLED = """

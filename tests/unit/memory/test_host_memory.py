@@ -92,7 +92,6 @@ class TestBudget:
         with pytest.raises(HostMemoryError, match="proc/meminfo"):
             safe_host_bytes(1, root=write(tmp_path, {} if text is None else {"proc/meminfo": text}))
 
-
     def test_cgroup_v2_ancestors_limit_too(self, tmp_path):
         files = meminfo(256, 200) | {"proc/self/cgroup": "0::/pod/job/task\n"}
         files |= cgroup2("/pod/job/task", "max", 1) | cgroup2("/pod/job", str(100 * GIB), 1)
@@ -203,9 +202,7 @@ class TestRegions:
 
     def test_untouched(self):
         before = resident_bytes()
-        regions, _ = prepare_regions(
-            [256 * MIB], strategy=PinStrategy(touch="none"), device=None, numa_node=None
-        )
+        regions, _ = prepare_regions([256 * MIB], strategy=PinStrategy(touch="none"), device=None, numa_node=None)
         assert resident_bytes() - before < 128 * MIB
         assert regions[0].tensor.numel() == 256 * MIB
 
@@ -219,15 +216,13 @@ class TestRegions:
             region.unregister()
         assert cudart.registered == {}
 
-    def test_a_refused_registration_undoes_the_others(self, monkeypatch):
+    def test_a_refused_mapping_or_registration_undoes_the_others(self, monkeypatch):
+        with pytest.raises(HostMemoryError, match=r"the system refused .*--swap-host-gib"):
+            prepare_regions([1 << 60], strategy=PinStrategy(), device=None, numa_node=None)
         cudart = FakeCudart(monkeypatch, refuse=3)
         with pytest.raises(HostMemoryError, match=r"cudaHostRegister refused 1.00 MiB .*--swap-host-gib"):
             prepare_regions([MIB] * 5, strategy=PinStrategy(register_threads=1), device=0, numa_node=None)
         assert cudart.registered == {}
-
-    def test_a_refused_mapping(self):
-        with pytest.raises(HostMemoryError, match=r"the system refused .*--swap-host-gib"):
-            prepare_regions([1 << 60], strategy=PinStrategy(), device=None, numa_node=None)
 
     def test_mapping_lives_as_long_as_a_view(self):
         region = HostRegion(64 * MIB, huge_pages=False, numa_node=None)
@@ -292,25 +287,20 @@ class TestRegions:
         region = HostRegion(MIB, huge_pages=False, numa_node=None)
         region.tensor.fill_(5)
         child = os.fork()
-        if (
-            child == 0
-        ):  # zeros (wiped) or a fault (not inherited on old kernels), but never the parent's bytes
+        if child == 0:  # zeros (wiped) or a fault (not inherited on old kernels), but never the parent's bytes
             os._exit(int(ctypes.string_at(region.address, 1) == b"\x05"))
         assert os.waitpid(child, 0)[1] != 256
         assert region.tensor[0].item() == 5
 
 
-class TestNuma:
-    @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None)])
-    def test_node_of_a_device(self, tmp_path, text, node):
-        root = write(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": text})
-        assert pci_numa_node("0000:1B:00.0", root=root) == node
-
-    def test_node_of_a_gpu(self, monkeypatch):
-        properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr(host_memory, "pci_numa_node", lambda pci_id: pci_id)
-        assert host_memory.gpu_numa_node(0) == "0000:1b:00.0"
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None)])
+def test_numa_node_of_a_device(tmp_path, text, node, monkeypatch):
+    root = write(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": text})
+    assert pci_numa_node("0000:1B:00.0", root=root) == node
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(host_memory, "pci_numa_node", lambda pci_id: pci_id)
+    assert host_memory.gpu_numa_node(0) == "0000:1b:00.0"
 
 
 def test_page_cache_in_use_is_available_to_growth_and_not_to_the_default(tmp_path):

@@ -77,14 +77,11 @@ def test_without_a_compiler_copies_begin_at_once_and_it_is_said_once(tmp_path: P
     assert done.stderr.count("no compiler is on PATH (g++, c++, clang++)") == 1
 
 
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("#!/bin/sh\necho 'first' >&2\necho 'no such header' >&2\nexit 3\n", "failed with 3: first | no such header"),
-        (None, "did not run"),
-        (FAKE_COMPILER, "file too short"),
-    ],
-)
+@pytest.mark.parametrize(("program", "said"), [
+    ("#!/bin/sh\necho 'first' >&2\necho 'no such header' >&2\nexit 3\n", "failed with 3: first | no such header"),
+    (None, "did not run"),
+    (FAKE_COMPILER, "file too short"),
+])  # fmt: skip
 def test_a_failing_compiler_is_quoted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, program: str | None, said: str
 ) -> None:
@@ -98,11 +95,9 @@ def test_a_failing_compiler_is_quoted(
 
 
 def test_several_ranks_build_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log, process = tmp_path / "log", multiprocessing.get_context("fork").Process
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", FAKE_COMPILER.replace("{log}", str(log))))
-    ranks = [
-        multiprocessing.get_context("fork").Process(target=build.build, args=(tmp_path / "cache",)) for _ in range(4)
-    ]
+    ranks = [process(target=build.build, args=(tmp_path / "cache",)) for _ in range(4)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -122,31 +117,25 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return log
 
 
-def linked(built: Path) -> None:
-    built.rename(built.parent / "elsewhere.so")
-    built.symlink_to("elsewhere.so")
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda built: built.write_bytes(b""),
+    "zeros": lambda built: built.write_bytes(bytes(built.stat().st_size)),
+    "truncated": lambda built: built.write_bytes(built.read_bytes()[:-1]),
+    "overwritten": lambda built: built.write_bytes(b"M" + built.read_bytes()[1:]),
+    "longer": lambda built: built.write_bytes(built.read_bytes() + b"\0"),
+    "open to the group": lambda built: built.chmod(0o775),
+    "a pipe": lambda built: (built.unlink(), os.mkfifo(built)),
+    "a link": lambda built: (built.rename(built.parent / "elsewhere.so"), built.symlink_to("elsewhere.so")),
+}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda built: built.write_bytes(b""),
-        lambda built: built.write_bytes(bytes(built.stat().st_size)),
-        lambda built: built.write_bytes(built.read_bytes()[:-1]),
-        lambda built: built.write_bytes(b"M" + built.read_bytes()[1:]),
-        lambda built: built.write_bytes(built.read_bytes() + b"\0"),
-        lambda built: built.chmod(0o775),
-        lambda built: (built.unlink(), os.mkfifo(built)),
-        linked,
-    ],
-    ids=["empty", "zeros", "truncated", "overwritten", "longer", "open to the group", "a pipe", "a link"],
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_library_is_built_again(
-    compiler: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, damage: Callable[[Path], object]
+    compiler: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path, damage: str
 ) -> None:
     built = build.build(tmp_path / "cache")
     whole = built.read_bytes()
-    damage(built)
+    DAMAGES[damage](built)
     for _ in range(2):
         assert build.build(tmp_path / "cache") == built
     assert not built.is_symlink()
@@ -230,18 +219,14 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(
     assert synced == [(built.name, False), (tmp_path.name, True)]
 
 
-def test_changed_sources_are_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_sources_are_built_anew_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = build._key()
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     assert build._key() != before
-
-
-def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert build.cache_folder() == tmp_path / "megatron_swap"
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / "megatron_swap"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    for name in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        assert build.cache_folder() == tmp_path / name / "megatron_swap"
 
 
 @NEEDS_COMPILER
@@ -267,13 +252,10 @@ def test_others_see_two_symbols() -> None:
     assert seen == {"PyInit_megatron_swap_native", "megatron_swap_operator_hooks"}
 
 
-def test_the_header_has_the_same_states() -> None:
+def test_the_header_has_the_same_states_and_a_process_without_cuda_no_runtime() -> None:
     header = (Path(build.__file__).parent / "transfer_queue.h").read_text()
     declared = ", ".join(f"{state.name.lower()} = {state.value}" for state in JobState)
     assert f"enum class JobState {{ {declared} }};" in header
-
-
-def test_a_process_without_cuda_has_no_runtime() -> None:
     program = "from megatron.swap.native.cuda_library import loaded_cuda_library as found; assert found() is None"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True)

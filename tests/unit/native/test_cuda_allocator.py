@@ -217,6 +217,34 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]
     return run
 
 
+ERROR = "OutOfMemoryError: no room for 1000"
+FAILED = ["allocate 1000", "make_room 1000 on 1, seen 0"]
+CASES = {
+    "retry": [  # as long as there is room
+        *FAILED, "allocate 1000", "make_room 1000 on 1, seen 3", "allocate 1000", "done",
+        "raw_alloc 1001", "make_room 1001 on 1, seen 0", "raw_alloc 1001", "done",
+        "raw_alloc_with_stream 1002", "asked about stream 77", "make_room 1002 on 1, seen 0",
+        "raw_alloc_with_stream 1002", "done",
+    ],
+    "give_up": [  # with the report in the error
+        *FAILED, "allocate 1000", "make_room 1000 on 1, seen 3", f"{ERROR} (the guard holds 3 storages)",
+        *FAILED, f"{ERROR} ({'x' * 1024})", *FAILED, ERROR,
+    ],
+    "capturing": [  # a graph: the error goes on
+        "allocate 1000", ERROR, "raw_alloc_with_stream 1000", "asked about stream 77", "last error cleared", ERROR,
+    ],
+    "removed": [  # it hands on and no more
+        "the former is back: yes", "allocate 1000", ERROR, "initialized", "name", "install: done",
+        "the same guard: yes", "another one is left: yes",
+    ],
+    "refused": [  # where it may not stand it says why
+        "install: CUDA is not initialised yet (torch.cuda.init())",
+        "install: torch uses another CUDA allocator than its native one", "install: done", "install: done",
+        "install: another CUDA allocator was put in place since the guard was first installed", "that one is left: yes",
+    ],
+}  # fmt: skip
+
+
 @NEEDS_CUDA_BUILD
 @NEEDS_COMPILER
 class TestWithoutGpu:
@@ -231,46 +259,10 @@ class TestWithoutGpu:
             "memcpyAsync 0 1 16 1 1 1", "recordHistory 1 15 3 1 skipped", "setCheckpointPoolState 1 1",
         } <= set(lines)
 
-    def test_it_tries_again_as_long_as_there_is_room(self, case: Callable[[str], list[str]]) -> None:
-        assert case("retry") == [
-            "allocate 1000", "make_room 1000 on 1, seen 0", "allocate 1000", "make_room 1000 on 1, seen 3",
-            "allocate 1000", "done",
-            "raw_alloc 1001", "make_room 1001 on 1, seen 0", "raw_alloc 1001", "done",
-            "raw_alloc_with_stream 1002", "asked about stream 77", "make_room 1002 on 1, seen 0",
-            "raw_alloc_with_stream 1002", "done",
-        ]
-
-    def test_it_gives_up_with_the_report_in_the_error(self, case: Callable[[str], list[str]]) -> None:
-        lines = case("give_up")
-        failed = ["allocate 1000", "make_room 1000 on 1, seen 0"]
-        error = "OutOfMemoryError: no room for 1000"
-        assert lines[:5] == [
-            *failed, "allocate 1000", "make_room 1000 on 1, seen 3", f"{error} (the guard holds 3 storages)",
-        ]
-        assert lines[5:8] == [*failed, f"{error} ({'x' * 1024})"]
-        assert lines[8:] == [*failed, error]
-
-    def test_while_a_graph_is_captured_the_error_goes_on(self, case: Callable[[str], list[str]]) -> None:
-        error = "OutOfMemoryError: no room for 1000"
-        assert case("capturing") == [
-            "allocate 1000", error, "raw_alloc_with_stream 1000", "asked about stream 77", "last error cleared", error,
-        ]
-
-    def test_after_removal_it_hands_on_and_no_more(self, case: Callable[[str], list[str]]) -> None:
-        assert case("removed") == [
-            "the former is back: yes", "allocate 1000", "OutOfMemoryError: no room for 1000",
-            "initialized", "name", "install: done", "the same guard: yes", "another one is left: yes",
-        ]
-
-    def test_where_it_may_not_stand_it_says_why(self, case: Callable[[str], list[str]]) -> None:
-        assert [line for line in case("refused") if ":" in line] == [
-            "install: CUDA is not initialised yet (torch.cuda.init())",
-            "install: torch uses another CUDA allocator than its native one",
-            "install: done",
-            "install: done",
-            "install: another CUDA allocator was put in place since the guard was first installed",
-            "that one is left: yes",
-        ]
+    @pytest.mark.parametrize("name", CASES)
+    def test_it_retries_gives_up_and_hands_on(self, case: Callable[[str], list[str]], name: str) -> None:
+        lines = case(name)
+        assert [line for line in lines if name != "refused" or ":" in line] == CASES[name]
 
 
 # ------------------------------------------------------------------------------------------------ with a GPU
@@ -339,21 +331,17 @@ class TestOnGpu:
         assert holder.asked == [(200 * MIB, torch.cuda.current_device())] * 2
         assert holder.held == []
         assert is_all(x, 7)
+        x.untyped_storage().resize_(0)
+        holder.held = [empty(200)]
+        x.untyped_storage().resize_(200 * MIB)  # a storage of the guard that grows
+        assert len(holder.asked) == 3
+        assert is_all(x.fill_(3), 3)
 
     def test_without_room_the_error_tells_what_is_held(self, holder: Holder) -> None:
         with pytest.raises(torch.OutOfMemoryError, match=r"(?s)CUDA out of memory.*\(the holder has 0 tensors\)"):
             empty(300)
         assert len(holder.asked) == 1
         assert empty(200).numel() == 200 * MIB
-
-    def test_a_storage_of_the_guard_finds_room_when_it_grows(self, holder: Holder) -> None:
-        x = empty(150)
-        x.untyped_storage().resize_(0)
-        holder.held = [empty(150)]
-        x.untyped_storage().resize_(150 * MIB)
-        assert len(holder.asked) == 1
-        x.fill_(3)
-        assert is_all(x, 3)
 
     def test_after_removal_nobody_is_asked_and_what_was_made_lives_on(
         self, holder: Holder, library: ctypes.CDLL
@@ -372,7 +360,7 @@ class TestOnGpu:
         del y
         assert before - torch.cuda.memory_allocated() == 50 * MIB
 
-    def test_a_graph_is_captured_and_replayed_under_it(self, holder: Holder) -> None:
+    def test_a_graph_is_captured_under_it_and_what_torch_tells_of_its_memory_is_the_same(self, holder: Holder) -> None:
         x = torch.ones(1024, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -381,9 +369,6 @@ class TestOnGpu:
         graph.replay()
         assert bool((y == 5).all())
         assert holder.asked == []
-
-    def test_what_torch_tells_of_its_memory_is_the_same(self, holder: Holder) -> None:
-        x = empty(20)
         assert torch.cuda.get_allocator_backend() == "native"
         assert torch.cuda.memory_allocated() >= x.nbytes
         assert torch.cuda.memory_snapshot()

@@ -39,9 +39,7 @@ def test_a_copy_waits_records_and_is_noticed(make: Make, fake: FakeCuda) -> None
     fake.record(5, OTHER_STREAM)
     ticket = queue.enqueue([cuda_copy(target, source, done=6, after=5)])
     queue.wait_issued(ticket)
-    assert fake.calls == [
-        "device 3", "wait 5 stream 77", "copy 3 kind 4 stream 77 device 3", "record 6 stream 77",
-    ]
+    assert fake.calls == ["device 3", "wait 5 stream 77", "copy 3 kind 4 stream 77 device 3", "record 6 stream 77"]
     time.sleep(0.01)
     assert not queue.is_done(ticket)
     assert target.data == b"old"
@@ -110,16 +108,10 @@ def test_so_many_are_in_flight_and_pushed_ones_go_ahead(make: Make, fake: FakeCu
     assert [call.split()[1] for call in fake.calls if call.startswith("record")] == ["1", "2", "9", "3", "4"]
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        ("cudaSetDevice", "choosing a device"),
-        ("cudaStreamWaitEvent", "waiting for an event"),
-        ("cudaMemcpyAsync", "copying"),
-        ("cudaEventRecord", "recording an event"),
-        ("cudaEventQuery", "a copy"),
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), [
+    ("cudaSetDevice", "choosing a device"), ("cudaStreamWaitEvent", "waiting for an event"),
+    ("cudaMemcpyAsync", "copying"), ("cudaEventRecord", "recording an event"), ("cudaEventQuery", "a copy"),
+])  # fmt: skip
 def test_errors_of_cuda_reach_whoever_waits(make: Make, fake: FakeCuda, call: str, said: str) -> None:
     queue = make(cuda=fake)
     source, target, other = Memory(b"new"), Memory(b"old"), Memory(b"old")

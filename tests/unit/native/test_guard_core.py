@@ -67,9 +67,7 @@ class Offers:
 
     def offer(self, key: int, next_use: int, is_copied: bool, group: int) -> None:
         storage = self.storages[key]
-        self.core.offer(
-            key, storage._cdata, storage.nbytes(), 1, next_use, is_copied, self.flags[key].address, group
-        )
+        self.core.offer(key, storage._cdata, storage.nbytes(), 1, next_use, is_copied, self.flags[key].address, group)
 
     def taken_for(self, num_bytes: int = SIZE) -> list[int]:
         """Return what is evicted, in order, for an allocation of ``num_bytes`` when no memory is free."""
@@ -135,8 +133,7 @@ def test_what_others_refer_to_was_emptied_or_is_claimed_stays(offers: Offers) ->
 
 def test_memory_that_is_not_the_allocators_stays(offers: Offers) -> None:
     """Releasing that memory would free nothing, and might run Python under the guard's lock."""
-    foreign = offers.add(9)
-    buffer = bytearray(b"x" * SIZE)
+    foreign, buffer = offers.add(9), bytearray(b"x" * SIZE)
     offers.storages[foreign] = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
     offers.core.withdraw(foreign)
     offers.offer(foreign, 9, False, foreign)
@@ -152,21 +149,17 @@ def test_a_storage_that_was_taken_refuses_access_instead_of_crashing(offers: Off
         torch.empty(0, dtype=torch.uint8).set_(offers.storages[key], 0, (SIZE,)).sum()
 
 
-def test_no_room_on_the_host_is_an_error_and_what_is_copied_still_goes(offers: Offers) -> None:
-    offers.core.set_most_host_bytes(0)
-    offers.add(9)
-    copied = offers.add(1, is_copied=True)
-    assert offers.taken_for() == [copied]
-    with pytest.raises(torch.OutOfMemoryError, match=r"1 more \(1 MiB\) are in use .* the host has no room"):
-        offers.taken_for()
-
-
-def test_what_has_no_bytes_or_no_room_on_the_host_keeps_nothing_else(offers: Offers) -> None:
+def test_no_room_on_the_host_is_an_error_and_what_is_copied_or_smaller_still_goes(offers: Offers) -> None:
     offers.core.set_most_host_bytes(64 * MIB)
     offers.add(9, num_bytes=0)
     offers.add(8, num_bytes=65 * MIB)
-    other = offers.add(1)
-    assert offers.taken_for() == [other]
+    small = offers.add(1)
+    assert offers.taken_for() == [small]
+    offers.core.set_most_host_bytes(0)
+    copied = offers.add(1, is_copied=True)
+    assert offers.taken_for() == [copied]
+    with pytest.raises(torch.OutOfMemoryError, match=r"are in use .* the host has no room"):
+        offers.taken_for()
 
 
 def test_room_on_the_host_is_used_again(offers: Offers) -> None:

@@ -58,13 +58,12 @@ class Followed:
     def __exit__(self, *error: object) -> None:
         self.following.end()
 
-    @property
-    def is_as_expected(self) -> bool:
-        return self.following.is_as_expected
+    def __getattr__(self, name: str) -> bool:
+        return getattr(self.following, name)
 
     @property
-    def saw_all(self) -> bool:
-        return self.following.saw_all
+    def names(self) -> list[Any]:
+        return [call[0] for call in self.calls]
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -96,7 +95,7 @@ def test_what_is_reported_is_what_a_mode_sees(native: OperatorLibrary) -> None:
         assert followed.saw_all
         assert followed.is_as_expected is (sequence is not None)
         assert torch.equal(result, expected)
-        assert [call[0] for call in followed.calls] == names
+        assert followed.names == names
         for (operator, args, options, made), (_, *given, reported) in zip(seen.calls, followed.calls, strict=True):
             again = operator(*given[0], **given[1])
             for one, other in zip(leaves(again), leaves(operator(*args, **options)), strict=True):
@@ -127,30 +126,27 @@ def test_other_operators_are_noticed(native: OperatorLibrary, other: Callable[[]
         if other() is not None:
             VALUE.sin()
     assert not followed.is_as_expected
-    assert [call[0] for call in followed.calls] == [0]
+    assert followed.names == [0]
 
 
-def test_only_wanted_operators_are_reported(native: OperatorLibrary) -> None:
+def test_only_wanted_operators_are_reported_and_those_of_a_report_and_unfollowed_ones_do_not_count(
+    native: OperatorLibrary,
+) -> None:
     with Followed(native, [aten.exp.default] * 4, [False, True, False, True]) as followed:
         for _ in range(4):
+            with native.Following.unseen():
+                VALUE.cos()
             VALUE.exp()
-    assert [call[0] for call in followed.calls] == [1, 3]
-
-
-def test_operators_of_a_report_and_unfollowed_ones_do_not_count(native: OperatorLibrary) -> None:
-    with Followed(native, [aten.exp.default]) as followed:
-        with native.Following.unseen():
-            VALUE.cos()
-        VALUE.exp()
+    assert followed.names == [1, 3]
     assert followed.is_as_expected
     reports = []
-    sequence = native.Sequence([("aten::exp", "")], [True])
-    following = native.Following(sequence, lambda *_: reports.append(VALUE.cos().sin()), _resolve)
+    following = native.Following(
+        native.Sequence([("aten::exp", "")], [True]), lambda *_: reports.append(VALUE.cos().sin()), _resolve
+    )
     following.begin()
     VALUE.exp()
     following.end()
-    assert following.is_as_expected
-    assert len(reports) == 1
+    assert (following.is_as_expected, len(reports)) == (True, 1)
 
 
 def test_an_error_in_a_report_comes_out_of_the_operator(native: OperatorLibrary) -> None:
@@ -167,17 +163,11 @@ def test_an_error_in_a_report_comes_out_of_the_operator(native: OperatorLibrary)
     VALUE.exp()
 
 
-def test_other_threads_are_not_followed(native: OperatorLibrary) -> None:
-    with Followed(native, [aten.exp.default]) as followed:
+def test_other_threads_are_not_followed_and_runs_nest(native: OperatorLibrary) -> None:
+    with Followed(native, [aten.exp.default, aten.sin.default]) as outer:
         thread = threading.Thread(target=lambda: VALUE.cos())
         thread.start()
         thread.join()
-        VALUE.exp()
-    assert followed.is_as_expected
-
-
-def test_a_run_within_a_run(native: OperatorLibrary) -> None:
-    with Followed(native, [aten.exp.default, aten.sin.default]) as outer:
         VALUE.exp()
         with Followed(native, [aten.cos.default]) as inner:
             VALUE.cos()
@@ -225,7 +215,7 @@ def test_an_operator_that_fails_does_not_count(native: OperatorLibrary) -> None:
             VALUE @ VALUE  # not even expected
         VALUE.add(VALUE).exp()
     assert followed.is_as_expected
-    assert [call[0] for call in followed.calls] == [0, 1]
+    assert followed.names == [0, 1]
 
 
 @torch.jit.script
@@ -257,7 +247,7 @@ def test_a_gradient_within_the_run_is_noticed(native: OperatorLibrary) -> None:
         VALUE.exp()
         loss.backward()
     assert not followed.saw_all
-    assert [call[0] for call in followed.calls][:1] == [aten.exp.default]
+    assert followed.names[:1] == [aten.exp.default]
 
 
 def test_an_operator_that_is_registered_again_is_another(native: OperatorLibrary) -> None:
@@ -297,7 +287,7 @@ def test_operators_that_take_functions_pass(native: OperatorLibrary) -> None:
     with Followed(native, None) as followed:
         made = torch.ops.higher_order.cond(True, lambda value: value.sin(), lambda value: value.cos(), (VALUE,))
     assert torch.equal(made[0] if isinstance(made, tuple) else made, VALUE.sin())
-    assert [call[0] for call in followed.calls] == [aten.sin.default]
+    assert followed.names == [aten.sin.default]
 
 
 def test_wrong_flags_and_a_second_beginning_are_refused(native: OperatorLibrary) -> None:

@@ -41,30 +41,19 @@ def slow_job() -> tuple[list[HostCopy], list[Memory]]:
     return [copy(target, source)] * 20, [source, target]
 
 
-def test_jobs_are_done_in_order(make: Make) -> None:
+def test_jobs_are_done_in_order_and_pushed_ones_go_ahead_of_all_that_wait(make: Make) -> None:
     queue = make(started=False)
     places = [Memory(bytes([number])) for number in range(10)]
     tickets = [queue.enqueue([copy(places[i + 1], places[i])]) for i in range(9)]
     assert tickets == sorted(set(tickets))
-    assert queue.num_waiting == 9
+    pushed = [queue.push([copy(places[0], Memory(b"x"))]), queue.push([copy(places[0], Memory(b"y"))])]
+    assert queue.erase(pushed[0])
+    assert queue.num_waiting == 10
     queue.start()
     queue.wait(tickets[-1])
-    assert [place.data for place in places] == [b"\0"] * 10
-    assert all(queue.is_done(ticket) for ticket in tickets)
+    assert [place.data for place in places] == [b"y"] * 10
+    assert all(queue.is_done(ticket) for ticket in (*tickets, pushed[1]))
     assert queue.num_waiting == 0
-
-
-def test_pushed_jobs_go_ahead_of_all_that_wait(make: Make) -> None:
-    queue = make(started=False)
-    a, b, target = Memory(b"a"), Memory(b"b"), Memory(b"-")
-    first, second = queue.enqueue([copy(target, a)]), queue.push([copy(target, b)])
-    assert queue.erase(second)
-    third = queue.push([copy(target, b)])
-    queue.start()
-    queue.wait_all()
-    assert target.data == b"a"
-    assert queue.is_done(first)
-    assert queue.is_done(third)
 
 
 def test_nothing_is_done_before_start(make: Make) -> None:
@@ -164,19 +153,17 @@ def test_stopping_finishes_everything_and_raises_what_nobody_was_told(failing: C
     queue.start()
 
 
-def test_wrong_steps_are_refused_where_they_are_made() -> None:
-    for made, said in [
-        (lambda: HostCopy(0, 1, 1), "target=0; it is an integer and at least 1"),
-        (lambda: HostCopy(1, 1, -1), "num_bytes=-1"),
-        (lambda: HostCopy(1, 1, 0.5), "num_bytes=0.5"),  # type: ignore[arg-type]
-        (lambda: CudaCopy(1, 1, 1, 0, 0, 0, 0), "done=0"),
-    ]:
-        with pytest.raises(UsageError, match=said):
-            made()
-    with pytest.raises(UsageError, match="num_in_flight=0"):
-        TransferQueue("test", 0)
-    with pytest.raises(TypeError, match="not a step: int"):
-        TransferQueue("test").enqueue([1])  # type: ignore[list-item]
+@pytest.mark.parametrize(("make_step", "error", "said"), [
+    (lambda: HostCopy(0, 1, 1), UsageError, "target=0; it is an integer and at least 1"),
+    (lambda: HostCopy(1, 1, -1), UsageError, "num_bytes=-1"),
+    (lambda: HostCopy(1, 1, 0.5), UsageError, "num_bytes=0.5"),  # type: ignore[arg-type]
+    (lambda: CudaCopy(1, 1, 1, 0, 0, 0, 0), UsageError, "done=0"),
+    (lambda: TransferQueue("test", 0), UsageError, "num_in_flight=0"),
+    (lambda: TransferQueue("test").enqueue([1]), TypeError, "not a step: int"),  # type: ignore[list-item]
+])  # fmt: skip
+def test_wrong_steps_are_refused_where_they_are_made(make_step: Callable, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make_step()
 
 
 def test_unknown_tickets_are_refused(make: Make) -> None:

@@ -91,32 +91,21 @@ def test_every_use_is_refused_and_works_again(native: Native, is_emptied: bool) 
         use(given.resize_(4, 6))
 
 
-def test_what_needs_no_bytes_is_allowed(native: Native) -> None:
-    given = tensor()
-    native.refuse(given.untyped_storage()._cdata, MESSAGE)
-    assert given.shape == (4, 6)
-    assert given.t().stride() == (1, 6)
-    assert given[1:].storage_offset() == 6
-    assert given.untyped_storage().nbytes() == 96
-    assert given.device.type == "cpu"
-
-
-def test_no_storage_is_refused(native: Native) -> None:
-    for call in (native.allow, lambda address: native.refuse(address, MESSAGE)):
-        with pytest.raises(ValueError, match="storage_impl=0"):
-            call(0)
-
-
-def test_messages_are_of_the_last_refusal(native: Native) -> None:
+def test_what_needs_no_bytes_is_allowed_and_the_message_is_that_of_the_last_refusal(native: Native) -> None:
     given = tensor()
     address = given.untyped_storage()._cdata
     native.refuse(address, "first")
     native.refuse(address, "second")
+    assert (given.shape, given.t().stride(), given[1:].storage_offset()) == ((4, 6), (1, 6), 6)
+    assert (given.untyped_storage().nbytes(), given.device.type) == (96, "cpu")
     with pytest.raises(RuntimeError, match="second"):
         given.sum()
     native.allow(address)
     native.allow(address)
     assert given.sum() == 276
+    for call in (native.allow, lambda address: native.refuse(address, MESSAGE)):
+        with pytest.raises(ValueError, match="storage_impl=0"):
+            call(0)
 
 
 def test_autograd_meets_the_refusal_as_an_error(native: Native) -> None:

@@ -71,33 +71,21 @@ class OfGlobal(Mlp):
 GLOBAL = torch.full((NUM_ROWS, WIDTH), 2.0)
 
 
-def test_the_last_product_of_a_stack() -> None:
+def test_which_tensors_of_a_layer_are_compared() -> None:
     tensors, last, in_turn = saved_by(Mlp())
-    assert [tensors[place].shape for place in last] == [(NUM_ROWS, 4 * WIDTH)]
+    assert [tensors[place].shape for place in last] == [(NUM_ROWS, 4 * WIDTH)], "the last product of a stack"
     assert set(last) < set(in_turn)
-    weights = {id(one) for one in Mlp().parameters()}
-    assert not weights & {id(tensors[place]) for place in in_turn}
-
-
-def test_each_branch_has_one() -> None:
     tensors, last, _ = saved_by(Parallel())
-    assert sorted(tensors[place].shape[1] for place in last) == [WIDTH, 4 * WIDTH]
-
-
-def test_statistics_do_not_stand_for_what_they_sum() -> None:
+    assert sorted(tensors[place].shape[1] for place in last) == [WIDTH, 4 * WIDTH], "each branch has one"
     tensors, last, _ = saved_by(Normed())
-    assert (NUM_ROWS, WIDTH) in [tensors[place].shape for place in last]
-
-
-def test_arguments_are_compared_in_other_ways() -> None:
+    assert (NUM_ROWS, WIDTH) in [tensors[place].shape for place in last], "statistics do not stand for what they sum"
     factor = torch.rand(NUM_ROWS, WIDTH)
     tensors, last, in_turn = saved_by(Reading(), factor)
-    assert not any(torch.equal(tensors[place], factor) for place in (*last, *in_turn))
-
-
-def test_what_comes_from_outside_is_compared() -> None:
+    is_compared = [torch.equal(tensors[place], factor) for place in (*last, *in_turn)]
+    assert not any(is_compared), "arguments are compared in other ways"
     tensors, last, _ = saved_by(OfGlobal())
-    assert any(tensors[place].shape == GLOBAL.shape and torch.equal(tensors[place], GLOBAL) for place in last)
+    from_outside = [torch.equal(tensors[place], GLOBAL) for place in last if tensors[place].shape == GLOBAL.shape]
+    assert any(from_outside)
 
 
 def test_one_tensor_is_compared_once_and_each_part_of_a_storage() -> None:

@@ -145,10 +145,6 @@ def test_equal_to_the_bit_and_as_predicted(layer: Callable[[], nn.Module]) -> No
     assert " swap " not in plan or layer is InPlace  # what is made from values that change cannot be made again
 
 
-def test_inputs_that_the_model_changes_are_not_read_again() -> None:
-    assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=CHAINS)
-
-
 def test_addresses_are_not_used_again() -> None:
     """Memory that takes the place of an output is not that output."""
     recomputer = SimpleNamespace(unwatched=None)
@@ -260,8 +256,10 @@ class SharedLayers(Stack):
         return hidden
 
 
-def test_runs_of_a_layer_are_told_apart() -> None:
-    assert_planned(SharedLayers, fractions=(0.85,), tolerance=1.0)
+@pytest.mark.parametrize(("make", "tolerance"), [(lambda: ChangesInputs(Shared), CHAINS), (SharedLayers, 1.0)])
+def test_inputs_that_the_model_changes_are_not_read_again(make: Callable[[], nn.Module], tolerance: float) -> None:
+    """Runs of a layer are told apart."""
+    assert_planned(make, fractions=(0.85,), tolerance=tolerance)
 
 
 def fused(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:

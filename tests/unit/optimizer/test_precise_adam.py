@@ -109,6 +109,10 @@ def test_state_with_scales_is_stepped_whole_and_not_on_disk() -> None:
         with pytest.raises(UsageError, match=r"--swap-disk-dir: exp_avg.* choose bf16 or fp32"):
             is_elementwise(adam(**options), has_disk=True)
     assert not is_elementwise(adam(master_weights=True, master_weight_dtype=FP16), has_disk=False)
+    muon = type("OrthogonalizedOptimizer", (torch.optim.Adafactor,), {})([torch.zeros(4)])  # steps whole parameters
+    with pytest.raises(UsageError, match=r"--swap-disk-dir: .* steps whole parameters, .* one of Adam, AdamW"):
+        is_elementwise(muon, has_disk=True)
+    assert not is_elementwise(muon, has_disk=False)
     for options in ({}, {"exp_avg_dtype": BF16}, {"master_weight_dtype": FP16}):  # the last keeps no main values
         assert is_elementwise(adam(**options), has_disk=True)
     assert tables_of(torch.optim.Adam([torch.zeros(2)])) == []

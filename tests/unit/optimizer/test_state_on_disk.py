@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from megatron.swap.common.disk_buffers import NUM_STAGED
-from megatron.swap.common.types import KIB, MIB, UsageError
+from megatron.swap.common.types import KIB, MIB
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.megatron_lm.optimizer_adapter import is_elementwise
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
 from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom
 from megatron.swap.memory.staging import with_padding
@@ -127,13 +126,6 @@ def test_state_on_disk_is_the_first_to_be_kept(disk: DiskFile) -> None:
         offloaded.clear()
         swap.set_offload_fraction(fraction)
         assert {int(param[0, 0]) for param in offloaded} == set(wanted)
-
-
-def test_optimizers_that_step_whole_parameters_are_refused() -> None:
-    muon = type("OrthogonalizedOptimizer", (torch.optim.Adafactor,), {})([torch.zeros(4)])
-    with pytest.raises(UsageError, match=r"--swap-disk-dir: .* steps whole parameters, .* one of Adam, AdamW"):
-        is_elementwise(muon, has_disk=True)
-    assert not is_elementwise(muon, has_disk=False)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])

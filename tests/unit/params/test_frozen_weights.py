@@ -214,15 +214,12 @@ def test_a_layer_that_is_left_out_does_not_move() -> None:
         assert swapped.stats.num_late == 0
 
 
-@pytest.mark.parametrize(
-    ("layer", "run", "num_runs"),
-    [
-        (Adapted, Model.run, 1),
-        (SelfCheckpointing, Model.run, 2),
-        (SelfCheckpointing, partial(checkpoint, use_reentrant=False), 2),  # the outer one stops before the product
-        (SelfCheckpointing, partial(checkpoint, use_reentrant=True), 3),
-    ],
-)
+@pytest.mark.parametrize(("layer", "run", "num_runs"), [
+    (Adapted, Model.run, 1),
+    (SelfCheckpointing, Model.run, 2),
+    (SelfCheckpointing, partial(checkpoint, use_reentrant=False), 2),  # the outer one stops before the product
+    (SelfCheckpointing, partial(checkpoint, use_reentrant=True), 3),
+])  # fmt: skip
 def test_between_calls_frozen_weights_are_in_host_memory(layer: Any, run: Any, num_runs: int) -> None:
     """A backward leaves them there too. Whenever a layer runs, in any checkpoint, its weights are on the device."""
     model = make(layer)

@@ -13,7 +13,7 @@ from megatron import swap
 from torch import nn
 
 from megatron.swap.common.types import SwapError, UsageError
-from tests.frozen_models import Adapted, Model, SelfCheckpointing, data, make, one_batch, train
+from tests.frozen_models import Adapted, Model, SelfCheckpointing, data, make, train
 from tests.lazy_device import LazyDevice
 from tests.weight_models import num_hooks, picture
 
@@ -107,25 +107,22 @@ def test_a_change_between_steps_holds_from_the_next_forward_on(kind: str) -> Non
     assert device.violations == []
 
 
-def test_replaced_weights_are_told() -> None:
-    model = make()
-    with swap.weights(model, training=True):
-        train(model)
-        model.layers[1].up.weight.data = model.layers[1].up.weight.data * 2  # as peft's merge with safe_merge does
-        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved.*merged adapters"):
-            model(data(model, 0))
-
-
 @pytest.mark.parametrize("layer", [Adapted, SelfCheckpointing])
-def test_weights_replaced_before_a_backward_are_told_and_kept(layer: Callable[[int], nn.Module]) -> None:
+@pytest.mark.parametrize("before_backward", [False, True])
+def test_replaced_weights_are_told_and_kept(layer: Callable[[int], nn.Module], before_backward: bool) -> None:
+    """As peft's merge with safe_merge replaces them."""
     model = make(layer)
     with swap.weights(model, training=True):
         loss = loss_of(model)
         replaced = model.layers[1].up.weight.data * 2
-        model.layers[1].up.weight.data = replaced
-        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved"):
+        if before_backward:
+            model.layers[1].up.weight.data = replaced
+            with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved"):
+                loss.backward()
+        else:
             loss.backward()
-        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved"):
+            model.layers[1].up.weight.data = replaced
+        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved.*merged adapters"):
             loss_of(model)
     assert model.layers[1].up.weight.data_ptr() == replaced.data_ptr()
 
@@ -198,10 +195,6 @@ def test_weights_may_be_closed_first() -> None:
 # ------------------------------------------------------------------------------------------------------- errors
 
 
-def all_trained() -> Model:
-    return make().requires_grad_(True)
-
-
 class Special(nn.Parameter):
     """A tensor subclass that is more than memory."""
 
@@ -218,17 +211,15 @@ def compiled() -> Model:
     return model
 
 
-@pytest.mark.parametrize(
-    ("prepare", "choose", "said"),
-    [
-        (all_trained, lambda m: m.layers, r"no frozen parameters of their own.*Freeze the base weights before"),
-        (make, lambda m: [], "layers= is empty"),
-        (make, lambda m: [m.layers[1], m.layers[1].up], "layers.1.up is inside layers.1: name one"),
-        (lambda: with_subclass(False), lambda m: m.layers, r"layers.1.a.weight is a Special.*Leave that layer out"),
-        (lambda: nn.Linear(4, 4).requires_grad_(False), lambda m: None, r"Linear has no nn.ModuleList.*layers=\[model"),
-        (compiled, lambda m: m.layers, r"layers.2 is compiled \(Linear\).*Train it uncompiled"),
-    ],
-)
+@pytest.mark.parametrize(("prepare", "choose", "said"), [
+    (lambda: make().requires_grad_(True), lambda m: m.layers,
+     r"no frozen parameters of their own.*Freeze the base weights before"),
+    (make, lambda m: [], "layers= is empty"),
+    (make, lambda m: [m.layers[1], m.layers[1].up], "layers.1.up is inside layers.1: name one"),
+    (lambda: with_subclass(False), lambda m: m.layers, r"layers.1.a.weight is a Special.*Leave that layer out"),
+    (lambda: nn.Linear(4, 4).requires_grad_(False), lambda m: None, r"Linear has no nn.ModuleList.*layers=\[model"),
+    (compiled, lambda m: m.layers, r"layers.2 is compiled \(Linear\).*Train it uncompiled"),
+])  # fmt: skip
 def test_what_cannot_work_is_told(prepare: Callable[[], Any], choose: Callable[[Any], Any], said: str) -> None:
     model = prepare()
     with pytest.raises(UsageError, match=said):
@@ -237,14 +228,10 @@ def test_what_cannot_work_is_told(prepare: Callable[[], Any], choose: Callable[[
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_trained_special_weight_stays() -> None:
-    model = with_subclass(True)
-    with swap.weights(model, training=True):
-        list(one_batch(model, 0))
-
-
 def test_without_training_the_way_to_train_is_told() -> None:
     model = make().eval()
+    with swap.weights(with_subclass(True), training=True) as swapped:  # a trained special weight stays
+        assert swapped.stats.stayed_bytes > 0
     with swap.weights(model), pytest.raises(UsageError, match=r"pass training=True to swap\.weights"):
         model(data(model, 0))
     with pytest.raises(UsageError, match="or pass training=True"):

@@ -17,7 +17,6 @@ from torch import nn
 
 from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Device
-from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.params.module_weights import WeightSwap
 from tests.lazy_device import LazyDevice, LazyStream
 from tests.weight_models import MODELS, Far, mlp, num_hooks, picture, tied
@@ -45,15 +44,12 @@ def test_as_without(name: str, mode: Callable[[], Any], device: Device) -> None:
     assert num_hooks(model) == 0
 
 
-@pytest.mark.parametrize(
-    "orders",
-    [
-        pytest.param([[0, 1, 0, 2, 3, 0, 4]] * 4, id="a layer in several places"),
-        pytest.param([[0, 0, 1, 1, 1, 2, 3, 4, 4]] * 3, id="twice in a row"),
-        pytest.param([[0, 1, 2, 3, 4], [0, 1, 3, 4], [0, 4], [], [0, 1, 2, 3, 4], [2]], id="skipped"),
-        pytest.param([[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 4, 2, 0, 3], [0, 1, 2, 3, 4]], id="other orders"),
-    ],
-)
+@pytest.mark.parametrize("orders", [
+    pytest.param([[0, 1, 0, 2, 3, 0, 4]] * 4, id="a layer in several places"),
+    pytest.param([[0, 0, 1, 1, 1, 2, 3, 4, 4]] * 3, id="twice in a row"),
+    pytest.param([[0, 1, 2, 3, 4], [0, 1, 3, 4], [0, 4], [], [0, 1, 2, 3, 4], [2]], id="skipped"),
+    pytest.param([[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 4, 2, 0, 3], [0, 1, 2, 3, 4]], id="other orders"),
+])  # fmt: skip
 def test_any_order(orders: list[list[int]], device: Device) -> None:
     model, x = mlp()
     model.eval()
@@ -245,40 +241,30 @@ def test_nothing_grows_over_many_passes() -> None:
 
 def test_without_room_for_the_buffers_all_is_as_it_was() -> None:
     model, _ = mlp()
-    model.eval()
-    before = picture(model)
+    before = picture(model.eval())
     with pytest.raises(torch.OutOfMemoryError):
         swap.weights(model, model.layers, device=Far(room_bytes=2048))
     assert picture(model) == before
     assert num_hooks(model) == 0
 
 
-def test_buffers_make_room_for_what_comes_back() -> None:
+@pytest.mark.parametrize("has_room", [True, False])
+def test_buffers_make_room_for_what_comes_back_and_what_has_none_is_on_the_cpu(has_room: bool) -> None:
     model, x = mlp()
     model.eval()
     device = Far()
     device.torch_device = torch.device("cpu")  # the model is on it
-    with torch.no_grad(), swap.weights(model, model.layers, device=device):
-        model(x)
-        device.room_bytes = sum(p.nbytes for p in model.layers.parameters())
-    assert device.taken_bytes == device.room_bytes
-
-
-def test_what_has_no_room_at_the_end_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = mlp()
-    model.eval()
-    device = EmulatedDevice()
     with torch.no_grad():
         expected = model(x)
         swapped = swap.weights(model, model.layers, device=device)
         model(x)
-
-        def allocate(num_bytes: int) -> torch.Tensor:
-            raise torch.OutOfMemoryError("no room")
-
-        monkeypatch.setattr(device, "allocate", allocate)
-        with pytest.raises(SwapError, match=r"have no room on cpu any more and are on the CPU"):
+        device.room_bytes = sum(p.nbytes for p in model.layers.parameters()) * has_room
+        if has_room:
             swapped.close()
+            assert device.taken_bytes == device.room_bytes
+        else:
+            with pytest.raises(SwapError, match=r"have no room on cpu any more and are on the CPU"):
+                swapped.close()
         swapped.close()
         assert num_hooks(model) == 0
         assert torch.equal(model(x), expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -114,39 +115,27 @@ def fail(_: nn.Module) -> None:
     raise ArithmeticError("of the layer")
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "said"),
-    [
-        (fail, ArithmeticError, "of the layer"),
-        (interrupt, KeyboardInterrupt, None),
-        (lambda layer: layer.linear.weight[:2].view(-1)[:32].view(2, 16), SwapError, "layers.1 returns a view"),
-    ],
-    ids=["exception", "interrupt", "view"],
-)
+@pytest.mark.parametrize(("what", "error", "said"), [
+    (fail, ArithmeticError, "of the layer"),
+    (interrupt, KeyboardInterrupt, None),
+    (lambda layer: layer.linear.weight[:2].view(-1)[:32].view(2, 16), SwapError, "layers.1 returns a view"),
+], ids=["exception", "interrupt", "view"])  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
 def test_after_an_error_in_a_layer(
     what: Callable[[nn.Module], Any], error: type[BaseException], said: str | None, whole: bool, device: Device
 ) -> None:
     model, x = failing()
     before = picture(model)
-
-    def run() -> torch.Tensor:
-        if whole:
-            return model(x)
-        y = model.first(x)
-        for layer in model.layers:
-            y = layer(y)
-        return model.last(y)
-
+    run = model if whole else lambda x: model.last(reduce(lambda y, layer: layer(y), model.layers, model.first(x)))
     with torch.no_grad():
-        expected = run()
+        expected = run(x)
         with swap.weights(model, model.layers, device=device):
-            for layer in (model.layers[1], model.layers[1]):
-                layer.what = what
+            for _ in range(2):
+                model.layers[1].what = what
                 with pytest.raises(error, match=said):
-                    run()
-                assert torch.equal(run(), expected)
-                assert torch.equal(run(), expected)
+                    run(x)
+                for _ in range(2):
+                    assert torch.equal(run(x), expected)
     assert picture(model) == before
 
 
@@ -219,42 +208,33 @@ def test_gradients_and_training_are_refused_before_anything_runs() -> None:
             model(x)
 
 
-def with_meta() -> Stack:
-    with torch.device("meta"):
-        return mlp()[0].eval()
-
-
 class Special(nn.Parameter):
     """A tensor subclass that is more than memory."""
 
 
+def ready() -> Stack:
+    return mlp()[0].eval()
+
+
 def with_subclass() -> Stack:
-    model, _ = mlp()
+    model = ready()
     model.layers[1][0].weight = Special(torch.randn(16, 16))
-    return model.eval()
+    return model
 
 
-def with_inference_tensors() -> Stack:
-    with torch.inference_mode():
-        return mlp()[0].eval()
-
-
-@pytest.mark.parametrize(
-    ("make", "choose", "said"),
-    [
-        (lambda: torch.ones(3), lambda _: [], "takes a torch.nn.Module, not Tensor"),
-        (lambda: mlp()[0].eval(), lambda _: [], "layers= is empty"),
-        (lambda: mlp()[0].eval(), lambda _: 3, "layers= is a int: give several modules"),
-        (lambda: mlp()[0].eval(), lambda _: "layers", "layers= has a str that is no module of this Stack"),
-        (lambda: mlp()[0].eval(), lambda _: [nn.Linear(2, 2)], "layers= has a Linear that is no module of this Stack"),
-        (lambda: mlp()[0].eval(), lambda m: [m.layers[1], m.layers[1][0]], "layers.1.0 is inside layers.1: name one"),
-        (lambda: mlp()[0].eval(), lambda m: [m.layers[0][1]], "have no weights of their own"),
-        (lambda: mlp()[0], lambda m: m.layers, r"layers.0 is in training mode.*Call model.eval\(\)"),
-        (with_meta, lambda m: m.layers, r"first.weight is on the meta device.*to_empty\(device='cpu'\)"),
-        (with_inference_tensors, lambda m: m.layers, r"layers.0.0.weight was made under torch.inference_mode"),
-        (with_subclass, lambda m: m.layers, r"layers.1.0.weight is a Special, .* than plain.*Leave that layer out"),
-    ],
-)
+@pytest.mark.parametrize(("make", "choose", "said"), [
+    (lambda: torch.ones(3), lambda _: [], "takes a torch.nn.Module, not Tensor"),
+    (ready, lambda _: [], "layers= is empty"),
+    (ready, lambda _: 3, "layers= is a int: give several modules"),
+    (ready, lambda _: "layers", "layers= has a str that is no module of this Stack"),
+    (ready, lambda _: [nn.Linear(2, 2)], "layers= has a Linear that is no module of this Stack"),
+    (ready, lambda m: [m.layers[1], m.layers[1][0]], "layers.1.0 is inside layers.1: name one"),
+    (ready, lambda m: [m.layers[0][1]], "have no weights of their own"),
+    (lambda: mlp()[0], lambda m: m.layers, r"layers.0 is in training mode.*Call model.eval\(\)"),
+    (torch.device("meta")(ready), lambda m: m.layers, r"first.weight is on the meta device.*to_empty\(device='cpu'\)"),
+    (torch.inference_mode()(ready), lambda m: m.layers, r"layers.0.0.weight was made under torch.inference_mode"),
+    (with_subclass, lambda m: m.layers, r"layers.1.0.weight is a Special, .* than plain.*Leave that layer out"),
+])  # fmt: skip
 def test_what_cannot_work_is_told(make: Callable[[], Any], choose: Callable[[Any], Any], said: str) -> None:
     model = make()
     with pytest.raises(UsageError, match=said):
@@ -269,20 +249,15 @@ def test_a_special_weight_may_stay() -> None:
         model(torch.randn(2, 4))
 
 
-def test_nested() -> None:
+def test_nested_and_closed() -> None:
     model, x = mlp()
     model.eval()
-    with swap.weights(model, model.layers[:2]):
-        for layers in (model.layers[:2], model.layers[2:]):
-            with pytest.raises(UsageError, match=r"layers.0 is swapped already|this module is swapped already"):
-                swap.weights(model, layers)
-        with torch.no_grad():
-            model(x)
-
-
-def test_closed_is_closed() -> None:
-    model, _ = mlp()
-    swapped = swap.weights(model.eval(), model.layers)
+    swapped = swap.weights(model, model.layers[:2])
+    for layers in (model.layers[:2], model.layers[2:]):
+        with pytest.raises(UsageError, match=r"layers.0 is swapped already|this module is swapped already"):
+            swap.weights(model, layers)
+    with torch.no_grad():
+        model(x)
     swapped.close()
     swapped.close()
     with pytest.raises(UsageError, match=r"closed: call swap.weights again"), swapped:

@@ -15,6 +15,7 @@ from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.native.access import StorageAccess
 from megatron.swap.native.build import load
 from megatron.swap.native.transfer_queue import HostCopy, Step, TransferQueue
+from megatron.swap.tensor_swap.swap import TensorSwap
 
 HOST_GIB = 1 / 4
 WAYS = ("queued", "direct")
@@ -105,6 +106,11 @@ class OrderlyQueue(TransferQueue):
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
+
+
+def leave(swap: TensorSwap, *tensors: torch.Tensor) -> None:
+    swap.swap_out(*tensors)
+    swap.wait_swapped_out()
 
 
 def tensor(num_bytes: int = 1 << 16, seed: int = 0) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from megatron.swap.tensor_swap.operations import storage_of
 from megatron.swap.tensor_swap.swap import TensorSwap
 from tests.lazy_device import LazyDevice, LazyStream
-from tests.unit.tensor_swap.tensor_cases import HOST_GIB, begin_copies, tensor
+from tests.unit.tensor_swap.tensor_cases import HOST_GIB, begin_copies, leave, tensor
 from tests.unit.tensor_swap.test_tensor_programs import NoSwap, program
 
 
@@ -63,8 +63,7 @@ def test_an_offload_that_is_interrupted_has_not_begun(device: Device, monkeypatc
                 swap.swap_out(a)
         assert not swap.is_out(a)
         assert torch.equal(a, b)
-        swap.swap_out(a)
-        swap.wait_swapped_out()
+        leave(swap, a)
         assert swap.is_out(a)
         assert torch.equal(a, b)
 
@@ -112,8 +111,7 @@ def test_copies_wait_for_the_callers_stream(device: Device) -> None:
     with TensorSwap(HOST_GIB, "cpu") as swap:
         a = tensor()
         device.compute.enqueue(lambda: fill(a, 7))
-        swap.swap_out(a)
-        swap.wait_swapped_out()
+        leave(swap, a)
         assert swap.is_out(a)
         device.compute.enqueue(lambda: fill(a, 8))  # by what had the memory before
         swap.queue_prefetch(a)
@@ -127,8 +125,7 @@ def test_the_callers_stream_waits_for_a_reload(device: Device) -> None:
     with TensorSwap(HOST_GIB, "cpu") as swap:
         a = tensor()
         expected = bytes_in(a)
-        swap.swap_out(a)
-        swap.wait_swapped_out()
+        leave(swap, a)
         seen: list[bytes] = []
         device.compute = LazyStream("compute")
         swap.resident(a)
@@ -146,16 +143,15 @@ def test_random_programs_race_with_nothing(device: Device) -> None:
     assert len(device.sizes) > 50
 
 
-class TestFailures:
-    def test_a_copy_out_is_told_to_who_waits_and_the_tensor_stays(self, device: Device) -> None:
-        device.fails = {1}
-        with TensorSwap(HOST_GIB, "cpu") as swap:
-            a, b = tensor(seed=0), tensor(seed=1)
-            swap.swap_out(a)
-            swap.swap_out(b)
-            with pytest.raises(OSError, match="no space"):
-                swap.wait_swapped_out()
-            assert [swap.is_out(x) for x in (a, b)] == [False, True]
+def test_a_copy_out_that_fails_is_told_to_who_waits_and_the_tensor_stays(device: Device) -> None:
+    device.fails = {1}
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        a, b = tensor(seed=0), tensor(seed=1)
+        swap.swap_out(a)
+        swap.swap_out(b)
+        with pytest.raises(OSError, match="no space"):
             swap.wait_swapped_out()
-            assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
-            assert swap.stats.host_bytes == 0
+        assert [swap.is_out(x) for x in (a, b)] == [False, True]
+        swap.wait_swapped_out()
+        assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
+        assert swap.stats.host_bytes == 0

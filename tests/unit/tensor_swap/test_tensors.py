@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,20 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from megatron.swap.common.types import MIB
 from megatron.swap.tensor_swap.operations import storage_of
 from megatron.swap.tensor_swap.swap import TensorSwap
-from tests.unit.tensor_swap.tensor_cases import HOST_GIB, WAYS, OrderlyQueue, begin_copies, tensor
-
-
-@pytest.fixture
-def orderly() -> type[OrderlyQueue]:
-    """Return a new queue class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
-    return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
-
-
-@pytest.fixture(params=WAYS)
-def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorSwap]:
-    begin_copies(monkeypatch, request.param)
-    with TensorSwap(HOST_GIB, "cpu") as opened:
-        yield opened
+from tests.unit.tensor_swap.tensor_cases import HOST_GIB, OrderlyQueue, leave, tensor
 
 
 def held_bytes(given: torch.Tensor) -> int:
@@ -37,8 +23,7 @@ class TestOut:
     def test_memory_is_free_and_comes_back_with_the_same_bytes(self, swap: TensorSwap):
         a = tensor()
         expected = a.tolist()
-        swap.swap_out(a)
-        swap.wait_swapped_out()
+        leave(swap, a)
         assert swap.is_out(a)
         assert held_bytes(a) == 0
         assert swap.stats.host_bytes == 1 << 16
@@ -51,8 +36,7 @@ class TestOut:
         with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
             a, b, c, d = (tensor(seed=seed) for seed in range(4))
             swap.queue_swap_out(a, b)
-            swap.swap_out(c, d)
-            swap.wait_swapped_out()
+            leave(swap, c, d)
             assert orderly.made[0].order == [4, 3, 1, 2]  # d was pushed first, then c ahead of it
             assert [held_bytes(x) for x in (a, b, c, d)] == [0] * 4
 
@@ -88,8 +72,7 @@ class TestOut:
         expected = a + 1
         swap.swap_out(a)
         a.add_(1)
-        swap.swap_out(a)
-        swap.wait_swapped_out()
+        leave(swap, a)
         assert torch.equal(a, expected)
 
     def test_memory_is_freed_by_later_operations_without_waiting(self, swap: TensorSwap):
@@ -105,8 +88,7 @@ class TestIn:
         with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
             tensors = [tensor(seed=seed) for seed in range(3)]
             expected = [x.tolist() for x in tensors]
-            swap.swap_out(*tensors)
-            swap.wait_swapped_out()
+            leave(swap, *tensors)
             swap.queue_prefetch(tensors[2], tensors[0])
             assert held_bytes(tensors[2]) == held_bytes(tensors[0]) == 0
             swap.start_prefetches()
@@ -122,8 +104,7 @@ class TestIn:
     def test_what_is_touched_comes_ahead_of_queued_prefetches(self, orderly: type[OrderlyQueue]):
         with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
             a, b, c = (tensor(seed=seed) for seed in range(3))
-            swap.swap_out(a, b, c)
-            swap.wait_swapped_out()
+            leave(swap, a, b, c)
             swap.queue_prefetch(a, b)
             swap.start_prefetches()
             c.sum()
@@ -137,8 +118,7 @@ class TestIn:
     def test_cancel_takes_back_what_has_not_begun(self, orderly: type[OrderlyQueue]):
         with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
             a, b, c = (tensor(seed=seed) for seed in range(3))
-            swap.swap_out(a, b)
-            swap.wait_swapped_out()
+            leave(swap, a, b)
             swap.queue_prefetch(a, b)
             swap.cancel(a)  # noted only
             swap.start_prefetches()
@@ -158,21 +138,17 @@ class TestIn:
         a = tensor().requires_grad_()
         hidden = torch.tanh(a)
         loss = (hidden * hidden).sum()
-        swap.swap_out(hidden)
-        swap.wait_swapped_out()
+        leave(swap, hidden)
         loss.backward()
         plain = tensor().requires_grad_()
         (torch.tanh(plain) ** 2).sum().backward()
-        assert a.grad is not None
-        assert plain.grad is not None
-        assert torch.allclose(a.grad, plain.grad)
+        assert torch.allclose(a.grad, plain.grad)  # type: ignore[arg-type]
         assert swap.stats.num_passive == 1
 
     def test_wrappers_have_what_they_are_made_of_brought_back(self, swap: TensorSwap):
         a, b = tensor(seed=0), tensor(seed=1)
         two = TwoTensor(a, b)
-        swap.swap_out(a)
-        swap.wait_swapped_out()
+        leave(swap, a)
         both = two + 1
         assert isinstance(both, TwoTensor)
         assert torch.equal(both.a, tensor(seed=0) + 1)
@@ -182,8 +158,7 @@ class TestIn:
     ):
         with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
             a, b = tensor(seed=0), tensor(seed=1)
-            swap.swap_out(a)
-            swap.wait_swapped_out()
+            leave(swap, a)
             swap.queue_swap_out(b)
 
             class FullDevice:
@@ -213,8 +188,7 @@ class TestAliases:
     def test_views_and_aliases_stay_valid(self, swap: TensorSwap):
         a = tensor()
         view, alias, odd = a.view(128, -1), a.detach(), a[1::2]
-        swap.swap_out(odd)
-        swap.wait_swapped_out()
+        leave(swap, odd)
         assert all(held_bytes(x) == 0 for x in (a, view, alias, odd))
         view.mul_(2)
         assert torch.equal(alias, tensor() * 2)
@@ -223,8 +197,7 @@ class TestAliases:
     def test_host_memory_is_free_when_the_last_tensor_dies(self, swap: TensorSwap):
         a = tensor()
         view = a[2:]
-        swap.swap_out(a)
-        swap.wait_swapped_out()
+        leave(swap, a)
         del a
         gc.collect()
         assert swap.stats.host_bytes == 1 << 16
@@ -236,8 +209,7 @@ class TestAliases:
         gc.disable()
         try:
             a = tensor()
-            swap.swap_out(a)
-            swap.wait_swapped_out()
+            leave(swap, a)
             a.add_(1)
             b = tensor(seed=1)
             swap.swap_out(b)
@@ -251,8 +223,7 @@ class TestAliases:
 
     def test_a_prefetched_tensor_that_dies_unused(self, swap: TensorSwap):
         a = tensor()
-        swap.swap_out(a)
-        swap.wait_swapped_out()
+        leave(swap, a)
         swap.queue_prefetch(a)
         swap.start_prefetches()
         alive = weakref.ref(storage_of(a))
