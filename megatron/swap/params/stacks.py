@@ -8,7 +8,10 @@ from torch import nn
 
 
 def stacked(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the children of the outermost stacks in ``module``, or those of a stack that has no forward itself."""
+    """Yield the children of the outermost ``nn.ModuleList``s and ``nn.Sequential``s in ``module``.
+
+    A list or dictionary of modules among them has no forward: its own children come in its place.
+    """
     is_stack = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if is_stack and not isinstance(child, nn.ModuleList | nn.ModuleDict):

@@ -71,7 +71,8 @@ def train(
         plan: a plan file, for a Megatron model.
         optimizer_state: fraction of the state of Megatron's optimizer that is offloaded, or ``auto`` with a budget.
         weights: layers whose frozen weights are offloaded, too, written as ``layers``. Not for a Megatron model.
-        hints: answers about a model whose layers are not found; by default the model's stacks are its layers.
+        hints: for a model whose layers are not the children of its ``nn.ModuleList``s and ``nn.Sequential``s:
+            ``ModelHints(model, layers)``.
         log: takes each line that is printed; by default the logger ``megatron.swap``.
         settings: more of the ``--swap-`` flags, without the prefix and with underscores: ``min_mib=0.1``.
 
