@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.swap.autotune.workload import Step
+from megatron.swap.common.collectives import rank_and_world_size
 from megatron.swap.common.types import SwapError
 
 UNKNOWN_MS = float("inf")
@@ -35,14 +36,11 @@ class Ranks:
 
     def __init__(self, timeout_minutes: float | None = None) -> None:
         self._group: Any = None
-        self.num_ranks = 1
-        self.rank = 0
-        if torch.distributed.is_initialized():
-            self.num_ranks, self.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-            if self.num_ranks > 1:
-                # Torch has a default of its own.
-                timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
-                self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        self.rank, self.num_ranks = rank_and_world_size()
+        if self.num_ranks > 1:
+            # Torch has a default of its own.
+            timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
     def worst(self, measure: Callable[[], Step]) -> Step:
         """Return the measured step with the largest value of all ranks for each measurement. Raises as ``gather``."""

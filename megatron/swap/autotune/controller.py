@@ -16,7 +16,7 @@ from megatron.swap.autotune.consensus import Ranks
 from megatron.swap.autotune.pipeline_planner import PipelinePlanner
 from megatron.swap.autotune.state_machine import Measurement, Stage, StateMachine, Transition
 from megatron.swap.autotune.step_meter import StepMeter
-from megatron.swap.autotune.target import Output, PlanTarget, RunParts
+from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.autotune.workload_profiler import WorkloadProfiler
 from megatron.swap.common.plan import Plan, save_plan
@@ -60,20 +60,25 @@ class PlanFiles:
 
 
 class AutoPlan:
-    """The planner beside a training run, of a model whose layers have their boundaries."""
+    """The planner beside a training run, of a model whose layers have their boundaries.
 
-    def __init__(self, target: PlanTarget, parts: RunParts, output: Output) -> None:
+    ``say`` takes a line for users that is equal on all ranks, ``say_here`` lines of this rank alone.
+    """
+
+    def __init__(
+        self, target: PlanTarget, parts: RunParts, say: Callable[[str], None], say_here: Callable[[Sequence[str]], None]
+    ) -> None:
         # The first step follows the safe policy, which keeps as little as it can.
         self._target = target
         self._parts = parts
-        self._output = output
-        self._ranks = Ranks(target.timeout_minutes)
+        self._say, self._say_here = say, say_here
+        self.ranks = Ranks(target.timeout_minutes)
         self._machine = StateMachine(target.search_limits(parts.device.keeps_time), self._make_plans)
-        self._meter = StepMeter(target, parts, self._swap_all)
-        self._profiler = WorkloadProfiler(target, parts, self._ranks)
-        self._planner = PipelinePlanner(self._ranks, parts.pipeline_rank, target.settings.max_candidates)
+        self._meter = StepMeter(target, parts)
+        self._profiler = WorkloadProfiler(target, parts, self.ranks)
+        self._planner = PipelinePlanner(self.ranks, parts.pipeline_rank, target.settings.max_candidates)
         self._files = PlanFiles(
-            target.settings, self._ranks.rank, parts.pipeline_rank, lambda line: output.this_rank([line])
+            target.settings, self.ranks.rank, parts.pipeline_rank, lambda line: say_here([line])
         )  # fmt: skip
         self._guard = parts.guard
         self._reported: dict[str, Plan | None] = {}
@@ -83,7 +88,7 @@ class AutoPlan:
         self.last_step: Step | None = None
         self._switch_guard()
         budget = format_bytes(target.budget_gib * GIB)
-        output.all_ranks(f"at most {budget} of device memory; the first steps are measured")
+        say(f"at most {budget} of device memory; the first steps are measured")
 
     def add_chunk(self, chunk: nn.Module) -> None:
         """Add a model chunk; call it for each chunk of this rank, in order."""
@@ -128,10 +133,6 @@ class AutoPlan:
 
     # ------------------------------------------------------------ between steps
 
-    def gather[T](self, compute: Callable[[], T]) -> list[T]:
-        """Return the results of ``compute`` on every rank. Call it on all ranks, between two steps."""
-        return self._ranks.gather(compute)
-
     def step_ended(
         self, number: int, short_bytes: int = 0, num_retries: int = 0, *, has_new_numbers: bool = False
     ) -> None:
@@ -147,7 +148,7 @@ class AutoPlan:
             RankError: another rank failed.
         """
         self.has_switched = self._target.policy.is_short
-        step = self.last_step = self._ranks.worst(lambda: self._measure(number, short_bytes, num_retries))
+        step = self.last_step = self.ranks.worst(lambda: self._measure(number, short_bytes, num_retries))
         self._profiler.step_ended(step)
         self._carry_out(self._machine.step_ended(step, has_new_numbers), number + 1)
         self._meter.leave_step()
@@ -169,20 +170,20 @@ class AutoPlan:
 
     def _carry_out(self, transition: Transition, number: int) -> None:
         for line in transition.lines:
-            self._output.all_ranks(line)
+            self._say(line)
         if transition.measurement is Measurement.FINISH_RECORDING:
             num_micro_batches = self._meter.num_micro_batches
             plan = self._planner.whole_layers(
                 lambda: self._profiler.finish_recording(num_micro_batches), self._target.budget_gib
             )
             if plan is not None:  # layers that are recomputed whole can be timed with little beside them
-                self._ranks.all_or_none(lambda: self._apply_plan(plan))
+                self.ranks.all_or_none(lambda: self._apply_plan(plan))
         elif transition.measurement is not Measurement.RECORD:
             self._profiler.stop_recording()
         if transition.measurement is Measurement.TIME:
             self._profiler.time(number)
         if transition.is_new_plan:
-            self._ranks.all_or_none(lambda: self._apply_plan(transition.plan))
+            self.ranks.all_or_none(lambda: self._apply_plan(transition.plan))
         elif self._target.policy.is_short:
             self._target.policy.is_short = False
             self._parts.layers.apply_policy(self._target.settings.window_bytes(transition.plan))
@@ -204,10 +205,6 @@ class AutoPlan:
         self._meter.expect(planned, None if planned is None else self._profiler.measured(planned).footprint)
         parts.device.release_cached()
 
-    def _swap_all(self) -> None:
-        """Keep as little as possible until the step ends. Called in a forward that saves more than planned."""
-        self._target.policy.is_short = True
-
     def _make_plans(self, workload: Workload, budget_gib: float, reserve_gib: float | None) -> Sequence[Plan]:
         return self._planner.plans(lambda: self._profiler.measured(workload).profile, budget_gib, reserve_gib)
 
@@ -222,13 +219,13 @@ class AutoPlan:
             self._guard.begin()
         except UsageError as error:
             self._guard = None
-            self._output.all_ranks(f"no out-of-memory guard while the first steps are measured: {error}")
+            self._say(f"no out-of-memory guard while the first steps are measured: {error}")
 
     def _report_once(self, what: str, line: str) -> None:
         """Print ``line`` once for each plan, on this rank alone."""
         if self._reported.get(what, False) is not self._machine.plan:
             self._reported[what] = self._machine.plan
-            self._output.this_rank([line])
+            self._say_here([line])
 
     # ------------------------------------------------------------------ results
 
@@ -244,7 +241,7 @@ class AutoPlan:
             line += f"; {flags}: written from a plan that was not compared with others" if flags else ""
         elif flags:
             line += f"; {flags}: not written"
-        self._output.all_ranks(line)
+        self._say(line)
 
     def _save(self) -> None:
         """Write the plan, and the profile of each stage, as soon as a plan is chosen."""
@@ -252,7 +249,7 @@ class AutoPlan:
             profile, plan = self._profiler.measured(workload).profile, self._machine.best_plan
             is_alike = profile.num_micro_batches == self._meter.num_micro_batches  # workloads count up to a limit
             # The plan is for the sites of the rank that has solved for the stage. Context parallel ranks have others.
-            leads = self._planner.leaders.get(self._parts.pipeline_rank) == self._ranks.rank
+            leads = self._planner.leaders.get(self._parts.pipeline_rank) == self.ranks.rank
             may_add_step = leads and is_alike and self._parts.device.keeps_time
             if plan is not None and workload.best_ms is not None and may_add_step:
                 profile = with_measured_step(profile, plan, workload.best_ms)

@@ -26,7 +26,7 @@ class CandidateSearch:
     """Candidate plans that are still to be tried, and results of those that were."""
 
     def __init__(self, plans: Sequence[Plan], too_high_gib: float = inf) -> None:
-        # ``plan``: the candidate that runs now.
+        # ``plan``: the candidate that runs now. Another may take its place; results so far stay.
         self.plan, *self._waiting = plans
         # Lowest predicted peak that proved too high in earlier searches.
         self._too_high_gib = too_high_gib
@@ -41,10 +41,6 @@ class CandidateSearch:
 
     def go_on(self) -> None:
         self.plan = self._waiting.pop(0)
-
-    def try_also(self, plan: Plan) -> None:
-        """Take ``plan`` next. Results so far stay."""
-        self.plan = plan
 
     def has_tried(self, plan: Plan) -> bool:
         """Whether a plan that does the same was tried."""

@@ -216,7 +216,7 @@ class StateMachine:
         if state.num_steps <= SETTLING_STEPS:
             return self._stay(Measurement.RECORD, self._warn_while_measuring(step))
         if state.workload is None:
-            state.workload = Workload.of_step(step)
+            state.workload = Workload(step.num_tensors, step.num_tensors, step.saved_mib, step.num_micro_batches)
         elif state.workload.num_micro_batches != step.num_micro_batches:
             return self._begin_profile(step, "the number of micro-batches changed while steps were recorded")
         workload = state.workload
@@ -328,7 +328,7 @@ class StateMachine:
         plan = next((one for one in plans if not state.search.has_tried(one)), None)
         if plan is None or plan.predicted is None or plan.predicted.step_ms > (1 - WIDENED_GAIN) * predicted.step_ms:
             return None
-        state.search.try_also(plan)
+        state.search.plan = plan
         state.num_steps = 0
         highest_gib = max(self.history[-1].predicted_peak_gib or 0.0, plan.predicted.peak_gib)
         self.history[-1] = replace(self.history[-1], predicted_peak_gib=highest_gib)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from megatron.swap.autotune.target import PlanTarget, RunParts
@@ -14,22 +11,13 @@ from megatron.swap.devices.base import Device, Event, Mark
 from megatron.swap.profiling.footprint import Footprint
 
 
-@dataclass(frozen=True)
-class _Span:
-    """A step from its first forward to its end. ``over`` passes when the device has reached the end."""
-
-    began: Mark
-    ended: Mark
-    over: Event
-
-
 class StepClock:
     """Times steps from their first forward to their end. Evaluation and checkpoints between steps do not count."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._began: Mark | None = None
-        self._last: _Span | None = None
+        self._last: tuple[Mark, Mark, Event] | None = None  # begin, end, and the event that passes behind the end
 
     def begin(self) -> None:
         """Begin a forward. The first call of a step starts the clock."""
@@ -41,14 +29,15 @@ class StepClock:
         last, self._last = self._last, None
         if self._began is not None:
             stream = self._device.current_stream()
-            self._last = _Span(self._began, self._device.mark(), self._device.record(stream))
+            self._last = self._began, self._device.mark(), self._device.record(stream)
             self._began = None
         if wait:
             self._device.synchronize()
             last = self._last
-        if last is None or not self._device.has_passed(last.over):
+        if last is None or not self._device.has_passed(last[2]):
             return None
-        return last.ended.elapsed_ms_since(last.began)
+        began, ended, _ = last
+        return ended.elapsed_ms_since(began)
 
     def forget(self) -> None:
         """Drop the time of the last step, which says nothing of the next ones."""
@@ -56,12 +45,11 @@ class StepClock:
 
 
 class StepMeter:
-    """Measures the steps of a rank. ``exceeded`` is called in a forward that saves more than expected."""
+    """Measures the steps of a rank. In a forward that saves more than expected the policy becomes short of memory."""
 
-    def __init__(self, target: PlanTarget, parts: RunParts, exceeded: Callable[[], None]) -> None:
+    def __init__(self, target: PlanTarget, parts: RunParts) -> None:
         self._target = target
         self._parts = parts
-        self._exceeded = exceeded
         self._clock = StepClock(parts.device)
         self._expected_micro_batches: int | None = None
         self._is_between_steps = True
@@ -69,10 +57,14 @@ class StepMeter:
         self.num_micro_batches = 0
 
     def expect(self, workload: Workload | None, footprint: Footprint | None) -> None:
-        """Call ``exceeded`` when a step saves more than ``workload``, whose layers save ``footprint``; None: never."""
+        """Keep little in a step that saves more than ``workload``, whose layers save ``footprint``; None: in none."""
         self._expected_micro_batches = None if workload is None else workload.num_micro_batches
         self._parts.footprint.expect(footprint, 1 + DRIFT, self._exceeded)
         self._clock.forget()
+
+    def _exceeded(self) -> None:
+        """Keep as little as possible until the step ends."""
+        self._target.policy.is_short = True
 
     def end_step(self, number: int, footprint: Footprint, wait: bool, full_gib: float, short_bytes: int) -> Step:
         """Return the measurements of the step that ended; ``wait``: with its own time, not that of the step before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,17 +44,13 @@ class PlanTarget:
         self.settings.budget_gib(self.device_gib)
 
     @property
-    def model(self) -> Model:
-        return self.describe()
-
-    @property
     def budget_gib(self) -> float:
         return self.settings.budget_gib(self.device_gib)
 
     @property
     def most_micro_batches(self) -> int:
         """Micro-batches of a step beyond which a step holds no more memory."""
-        return most_micro_batches(self.model.pipeline_parallel)
+        return most_micro_batches(self.describe().pipeline_parallel)
 
     @cached_property
     def policy(self) -> SwitchingPolicy:
@@ -90,11 +86,3 @@ class RunParts:
     """Returns measurements of optimizer state that may be offloaded; None: the planner does not decide that."""
     set_offload_fraction: Callable[[float], None] = lambda _: None  # from the next step on
     guard: OomGuard | None = None  # is on while steps are measured; None: the planner does not switch it
-
-
-@dataclass(frozen=True)
-class Output:
-    """Takes lines for users."""
-
-    all_ranks: Callable[[str], None]  # takes a line that is equal on all ranks
-    this_rank: Callable[[Sequence[str]], None]  # takes lines of this rank alone

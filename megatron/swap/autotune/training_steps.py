@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from megatron.swap.common.collectives import rank_and_world_size
 from megatron.swap.common.types import UsageError
+from megatron.swap.engine.overrides import override_method
 from megatron.swap.engine.recomputed_run import RunChecks
 
 
@@ -119,21 +121,28 @@ class TrainingSteps:
         return max(self.num_forwards, self._last_num_forwards)
 
     def follow(self, optimizer: Any, chunks: Iterable[nn.Module]) -> Callable[[], None]:
-        """Learn of each step of ``optimizer``; ``None``: of any optimizer of the chunks. Return the end of that."""
+        """Learn of each step of ``optimizer``. Return the end of that.
+
+        ``None``: each step ends at the first forward after an optimizer of the chunks has stepped.
+        """
         self.is_followed = True
         if optimizer is None:
-            return self.watch_optimizers(chunks)
+            self._chunks = list(chunks)
+            _watching.add(self)
+            if not _hooks:
+                _hooks.append(register_optimizer_step_post_hook(_optimizer_stepped))
+            return self._stop_watching
         if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer):
             return optimizer.register_step_post_hook(lambda *_: self.optimizer_stepped()).remove
-        return _after(optimizer, "step", self.optimizer_stepped)
+        method = optimizer.step
 
-    def watch_optimizers(self, chunks: Iterable[nn.Module]) -> Callable[[], None]:
-        """End each step at the first forward after a chunk's optimizer has stepped. Return the end of that."""
-        self._chunks = list(chunks)
-        _watching.add(self)
-        if not _hooks:
-            _hooks.append(register_optimizer_step_post_hook(_optimizer_stepped))
-        return self._stop_watching
+        @functools.wraps(method)
+        def step(*arguments: Any, **options: Any) -> Any:
+            result = method(*arguments, **options)
+            self.optimizer_stepped()
+            return result
+
+        return override_method(optimizer, "step", step)
 
     def _stop_watching(self) -> None:
         _watching.discard(self)
@@ -160,8 +169,7 @@ class TrainingSteps:
     def evaluation_begins(self) -> None:
         """End the step if its optimizer has stepped, so that an evaluation is no part of it."""
         # One of several ranks may evaluate while the others wait for it, so a collective would hang.
-        is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        if self._was_stepped and not self._is_told and is_alone:
+        if self._was_stepped and not self._is_told and rank_and_world_size()[1] == 1:
             with torch.inference_mode(False), torch.enable_grad():  # memory that is allocated now must serve training
                 self._end()
 
@@ -178,29 +186,3 @@ class TrainingSteps:
         self.number += 1
         self._last_num_forwards, self.num_forwards = self.num_forwards, 0
         self._on_end(self.number)
-
-
-def _after(owner: Any, name: str, call: Callable[[], None]) -> Callable[[], None]:
-    """Call ``call`` after each call of the method ``name`` of ``owner``. Return a function that restores the method."""
-    own, method, is_on = vars(owner).get(name), getattr(owner, name), True
-
-    @functools.wraps(method)
-    def called(*arguments: Any, **options: Any) -> Any:
-        result = method(*arguments, **options)
-        if is_on:
-            call()
-        return result
-
-    setattr(owner, name, called)
-
-    def restore() -> None:
-        nonlocal is_on
-        is_on = False
-        if vars(owner).get(name) is not called:
-            return  # somebody has wrapped it since
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-
-    return restore

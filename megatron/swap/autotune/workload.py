@@ -42,10 +42,6 @@ class Workload:
     too_high_gib: float = math.inf  # lowest predicted peak of a plan whose measured peak led to that
     num_widened: int = 0  # how often a plan was tried that uses memory which others left free
 
-    @classmethod
-    def of_step(cls, step: Step) -> Workload:
-        return cls(step.num_tensors, step.num_tensors, step.saved_mib, step.num_micro_batches)
-
     def include(self, step: Step) -> None:
         """Widen the workload by a further recorded step."""
         self.fewest_tensors = min(self.fewest_tensors, step.num_tensors)

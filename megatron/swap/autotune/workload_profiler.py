@@ -14,7 +14,6 @@ from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
 from megatron.swap.profiling.footprint import Footprint
 from megatron.swap.profiling.link_benchmark import measure_link, slowest_link
 from megatron.swap.profiling.profile_builder import build_profile, trained_layers, with_recorded_times
-from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.recording import Recording
 
 
@@ -26,14 +25,6 @@ class MeasuredWorkload:
     footprint: Footprint
 
 
-@dataclass(frozen=True)
-class _Untimed:
-    """A recorded workload, and the steps that were timed since."""
-
-    measured: MeasuredWorkload
-    timed: list[tuple[Step, Recording]]
-
-
 class WorkloadProfiler:
     """Makes a profile of each workload that is recorded."""
 
@@ -42,19 +33,15 @@ class WorkloadProfiler:
         self._ranks = ranks
         self._parts = parts
         self._recorder = parts.recorder
-        self._timer = parts.recorder.for_times()
+        self.timer = parts.recorder.for_times()  # of times alone; notes the forwards of model chunks
         self._link: Link | None = None
         self._recorded = Footprint(())
-        self._untimed: _Untimed | None = None
+        self._untimed: MeasuredWorkload | None = None  # recorded, and not taken yet
+        self._timed: list[tuple[Step, Recording]] = []  # steps that were timed since
         self._measured: WeakKeyDictionary[Workload, MeasuredWorkload] = WeakKeyDictionary()
 
-    @property
-    def timer(self) -> Recorder:
-        """The recorder of times, which notes the forwards of model chunks."""
-        return self._timer
-
     def close(self) -> None:
-        self._timer.abandon()
+        self.timer.abandon()
 
     # --------------------------------------------------------------- recording
 
@@ -72,7 +59,7 @@ class WorkloadProfiler:
     def finish_recording(self, num_micro_batches: int) -> Profile:
         """Return the profile of the recorded steps, each of ``num_micro_batches``. Steps are timed from now on."""
         profile = self._build(num_micro_batches)
-        self._untimed = _Untimed(MeasuredWorkload(profile, self._recorded), [])
+        self._untimed, self._timed = MeasuredWorkload(profile, self._recorded), []
         return profile
 
     def complete(self, footprint: Footprint, workload: Workload | None) -> Footprint:
@@ -80,7 +67,7 @@ class WorkloadProfiler:
         if workload is not None:
             return footprint.filled_from(self._measured[workload].footprint)
         if self._untimed is not None:
-            return footprint.filled_from(self._untimed.measured.footprint)
+            return footprint.filled_from(self._untimed.footprint)
         if self._recorder.is_on:
             self._recorded = self._recorded.maximum(footprint)
         return footprint
@@ -98,15 +85,16 @@ class WorkloadProfiler:
         saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen layers may save nothing
         saving &= trained_layers(recording)
         chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.layers.chunks())
+        model = target.describe()
         profile = build_profile(
             recording,
-            target.model,
+            model,
             self._link,
             Device(parts.device.name, target.device_gib),
             num_micro_batches=num_micro_batches,
             source=f"measured in {recording.num_steps} steps of a run with budget {target.budget_gib:g} GiB",
             host_gib=parts.host_bytes() / GIB,
-            pipeline=Pipeline(target.model.pipeline_parallel, parts.pipeline_rank, chunks),
+            pipeline=Pipeline(model.pipeline_parallel, parts.pipeline_rank, chunks),
             min_mib=target.settings.min_mib,
             whole_layers=target.recomputes_layers,
         )
@@ -115,20 +103,19 @@ class WorkloadProfiler:
     # ------------------------------------------------------------------ timing
 
     def time(self, number: int) -> None:
-        self._timer.start(number)
+        self.timer.start(number)
 
     def step_ended(self, step: Step) -> None:
-        if self._timer.is_on and self._untimed is not None:
-            self._timer.step_ended(step.number + 1)
-            self._untimed.timed.append((step, self._timer.stop()))
+        if self.timer.is_on and self._untimed is not None:
+            self.timer.step_ended(step.number + 1)
+            self._timed.append((step, self.timer.stop()))
 
     def measured(self, workload: Workload) -> MeasuredWorkload:
         """Return the measurements of ``workload``. The first call takes those that were just made."""
         if self._untimed is not None:
-            measured, timed_steps = self._untimed.measured, self._untimed.timed
-            self._untimed = None
+            measured, self._untimed = self._untimed, None
             timed = [
-                recording for step, recording in timed_steps
+                recording for step, recording in self._timed
                 if step.num_micro_batches == measured.profile.num_micro_batches
                 and workload.saves_as_much_as(replace(step, num_micro_batches=workload.num_micro_batches))
             ]  # fmt: skip

@@ -24,7 +24,12 @@ def training_command(flags: Sequence[str], chosen: Sequence[str], num_gpus: int,
         # The shell of each host sets these two variables.
         launcher += ["--nnodes", str(-(-num_gpus // local)), "--node-rank", '"$NODE_RANK"',
                      "--master-addr", '"$MASTER_ADDR"']  # fmt: skip
-    kept = without(flags, OURS)
+    kept, is_ours = [], False
+    for word in flags:
+        if word.startswith("--"):
+            is_ours = word.split("=", 1)[0] in OURS
+        if not is_ours:  # nor a value of one of ours
+            kept.append(word)
     units = [*launcher, SCRIPT]
     for word in [*kept, *chosen]:  # a flag stays with its values
         if word.startswith("--") or units[-1] == SCRIPT:
@@ -38,15 +43,3 @@ def training_command(flags: Sequence[str], chosen: Sequence[str], num_gpus: int,
             line = "   "
         line += f" {unit}" if line else unit
     return " \\\n".join([*lines, line])
-
-
-def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return ``flags`` without those of these names, and without their values."""
-    left: list[str] = []
-    skipped = False
-    for word in flags:
-        if word.startswith("--"):
-            skipped = word.split("=", 1)[0] in names
-        if not skipped:
-            left.append(word)
-    return left

@@ -84,17 +84,13 @@ class Counters:
     def out_bytes(self) -> int:
         return sum(layer.out_bytes for layer in self.layers.values())
 
-    @property
-    def num_groups(self) -> int:
-        return sum(layer.num_groups for layer in self.layers.values())
-
     def add_stall(self, stall: Stall) -> None:
         self._stalls.append(stall)
 
     def totals(self) -> Totals:
         return Totals(
             layers={number: (layer.out_bytes, layer.in_bytes) for number, layer in self.layers.items()},
-            num_groups=self.num_groups,
+            num_groups=sum(layer.num_groups for layer in self.layers.values()),
             num_late=self.num_late,
             num_out_copies=self.num_out_copies,
             num_in_copies=self.num_in_copies,

@@ -19,12 +19,8 @@ class Labelled(Protocol):
     def label(self) -> str: ...
 
 
-class Timeline(Protocol):
-    """Opens a range on a profiler's timeline: NVTX, or torch's ``record_function``."""
-
-    def __call__(self, name: str) -> AbstractContextManager[object]: ...
-
-
+Timeline = Callable[[str], AbstractContextManager[object]]
+"""Opens a range of a name on a profiler's timeline: NVTX, or torch's ``record_function``."""
 Arrival = Callable[[Labelled, Any], None]
 """Called with a storage that was reloaded or recomputed, and the memory that holds its bytes from now on."""
 

@@ -160,14 +160,12 @@ class Plan:
 
     def action(self, site: Site) -> Action:
         """Return the action for ``site``: KEEP if the plan does not name it, even if a section frees it."""
-        entry = self._class_of_layer.get(site.layer)
-        planned = entry.sites.get(f"{site.path}/{site.ordinal}") if entry else None
+        planned = self.planned(site.layer).get(f"{site.path}/{site.ordinal}")
         return ACTIONS[planned.action] if planned else Action.KEEP
 
     def sites(self, layer: int) -> dict[str, Action]:
         """Return the actions of the sites that ``layer`` names, by ``path/ordinal``."""
-        entry = self._class_of_layer.get(layer)
-        return {site: ACTIONS[planned.action] for site, planned in entry.sites.items()} if entry else {}
+        return {site: ACTIONS[planned.action] for site, planned in self.planned(layer).items()}
 
     def sections(self, layer: int) -> tuple[str, ...]:
         entry = self._class_of_layer.get(layer)

@@ -31,7 +31,8 @@ class Spelling:
             return text
         if self._others is None:
             first, *more = _BETWEEN_SENTENCES.split(text)
-            text = " ".join([first, *(sentence for sentence in more if self._has_all(sentence))])
+            known = [one for one in more if self.arguments >= {flag.replace("-", "_") for flag in _FLAG.findall(one)}]
+            text = " ".join([first, *known])
         text = _BEFORE_VALUE.sub(lambda found: self._name(found[1], "="), text)
         return _FLAG.sub(lambda found: self._name(found[1], ""), text)
 
@@ -43,9 +44,6 @@ class Spelling:
         except SwapError as error:
             error.args = tuple(self(one) if isinstance(one, str) else one for one in error.args)
             raise
-
-    def _has_all(self, sentence: str) -> bool:
-        return all(flag.replace("-", "_") in self.arguments for flag in _FLAG.findall(sentence))
 
     def _name(self, flag: str, before_value: str) -> str:
         name = flag.replace("-", "_")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.devices.dry_allocator import NO_END
 from megatron.swap.engine.overrides import in_backward, override_forward
+from megatron.swap.engine.settings import Instruments
 from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.layers.learned import LearnedLayers
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
@@ -84,33 +85,24 @@ def planned_layers(
 ) -> Iterator[LearnedLayers]:
     """Return a context in which the engine is around the layers of ``model``, which does not know their order yet."""
     with ExitStack() as undo:
-        ranges = None if recorder is None else recorder.ranges
-        machine = Machine(device, DryTier())
-        engine = build(Settings(policy="auto"), policy, machine, ranges=ranges, recorder=recorder, recomputes=True)
+        instruments = Instruments() if recorder is None else Instruments(ranges=recorder.ranges, recorder=recorder)
+        engine = build(Settings(policy="auto"), policy, Machine(device, DryTier()), instruments, recomputes=True)
         undo.callback(engine.manager.drain)
         for switched, _ in take_over(model):
             for switch_on in switched:
                 undo.callback(switch_on)
         planned = LearnedLayers(layers_of(model), engine.saved_tensors, policy, autocast_cache=autocast_cache)
         undo.callback(planned.remove)
-        undo.callback(override_forward(model, _around(planned, model)))
-        undo.callback(model.register_forward_pre_hook(_begins(planned), prepend=True).remove)
+        inner = model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with planned.around(model):
+                return inner(*args, **kwargs)
+
+        def begins(*_: object) -> None:
+            if torch.is_grad_enabled() and not in_backward():
+                planned.begin_forward()
+
+        undo.callback(override_forward(model, forward))
+        undo.callback(model.register_forward_pre_hook(begins, prepend=True).remove)
         yield planned
-
-
-def _around(planned: LearnedLayers, model: nn.Module) -> Callable[..., Any]:
-    inner = model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with planned.around(model):
-            return inner(*args, **kwargs)
-
-    return forward
-
-
-def _begins(planned: LearnedLayers) -> Callable[..., None]:
-    def hook(*_: object) -> None:
-        if torch.is_grad_enabled() and not in_backward():
-            planned.begin_forward()
-
-    return hook

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron.swap.common.collectives import rank_and_world_size
 from megatron.swap.common.types import UsageError
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.layer import check_stacks
@@ -87,7 +88,8 @@ def facts_of(chunks: Sequence[nn.Module], optimizer: Any) -> MegatronFacts:
         )
     config = max((block.config for chunk in chunks for block in blocks_of(chunk)), key=lambda one: one.num_layers)
     dtype = next((param.dtype for chunk in chunks for param in chunk.parameters()), torch.float32)
-    rank, world_size = _rank_and_world_size()
+    rank, world_size = rank_and_world_size()
+    is_of_te = any("transformer_engine" in kind.__module__ for one in chunks[0].modules() for kind in type(one).__mro__)
     found = {name: getattr(config, name) for name in SAME_NAME if hasattr(config, name)} | _of_optimizer(optimizer)
     return MegatronFacts.of(found | {
         "seq_length": 1,
@@ -99,7 +101,7 @@ def facts_of(chunks: Sequence[nn.Module], optimizer: Any) -> MegatronFacts:
         "num_experts": config.num_moe_experts,
         "group_query_attention": config.num_query_groups != config.num_attention_heads,
         "cpu_offloading_num_layers": config.cpu_offloading_num_layers if config.cpu_offloading else 0,
-        "transformer_impl": "transformer_engine" if any(map(_is_of_te, chunks[0].modules())) else "local",
+        "transformer_impl": "transformer_engine" if is_of_te else "local",
         "padded_vocab_size": int(getattr(chunks[0], "vocab_size", 0)) or 1,
         "fp8_param_gather": bool(config.fp8_param),
         "skip_train": True,  # this package has no part in the loop
@@ -131,13 +133,3 @@ def blocks_of(chunk: nn.Module) -> list[TransformerBlock]:
     """Return the stacks of layers of a model chunk."""
     found = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
     return [block for block in found if isinstance(block.config, TransformerConfig)]
-
-
-def _is_of_te(module: nn.Module) -> bool:
-    return any("transformer_engine" in kind.__module__ for kind in type(module).__mro__)
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    if not torch.distributed.is_initialized():
-        return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -65,16 +66,12 @@ def recompute_kinds(facts: MegatronFacts, settings: Settings) -> tuple[str, ...]
     """Return the kinds of kernels whose outputs are recorded: the given ones, or all that a plan may refer to."""
     plan = settings.plan
     wanted = settings.auto if plan is None else any(map(plan.recomputes_layer, plan.layers()))
-    return tuple(kind for kind in PRODUCERS if wanted and can_recompute(facts, kind)) or settings.recompute
-
-
-def can_recompute(facts: MegatronFacts, kind: str) -> bool:
-    """Whether outputs of ``kind``, one of ``PRODUCERS``, may be recomputed in this run."""
-    try:
-        _check_recompute(facts, (kind,))
-    except UsageError:
-        return False
-    return True
+    found = []
+    for kind in PRODUCERS if wanted else ():
+        with suppress(UsageError):
+            _check_recompute(facts, (kind,))
+            found.append(kind)
+    return tuple(found) or settings.recompute
 
 
 def _check_plan(facts: MegatronFacts, settings: Settings, plan: Plan) -> None:
@@ -172,28 +169,22 @@ def _check_linear(facts: MegatronFacts, ours: str, kind: str, modules: Sequence[
             "dropout would drop other values when the sum is computed again. Give it, or drop "
             f"{kind} from --swap-recompute."
         )
-    excluded = {
-        f"--fp8-recipe {facts.fp8_recipe}": (
-            facts.fp8 and facts.fp8_recipe in ("delayed", "custom"),
-            "running twice would update the scaling factors twice",
-        ),
-        f"--fp4-format {facts.fp4}": (facts.fp4, "running twice would update the scaling factors twice"),
-        "--sequence-parallel": (
-            facts.sequence_parallel and tensor > 1,
-            "a linear layer gathers its input from all ranks, which would all have to recompute at the same moment",
-        ),
-        f"--tensor-model-parallel-size {tensor}": (
-            of_sum and tensor > 1,
-            "attention's output is a sum over all ranks, which would all have to recompute at the same moment",
-        ),
-        "--recompute-modules layernorm": (
-            not of_sum and "layernorm" in modules, "Megatron frees the norm's output that it reads"
-        ),
-    }
-    for flag, (given, why) in excluded.items():
-        if given:
-            raise UsageError(f"{ours} cannot be combined with {flag}: {why}. Drop {kind} from --swap-recompute, or "
-                             f"{flag}.")  # fmt: skip
+    twice = "running twice would update the scaling factors twice"
+    gathers = "a linear layer gathers its input from all ranks, which would all have to recompute at the same moment"
+    is_sum = "attention's output is a sum over all ranks, which would all have to recompute at the same moment"
+    freed = "Megatron frees the norm's output that it reads"
+    has_scales = facts.fp8 and facts.fp8_recipe in ("delayed", "custom")
+    excluded = [
+        (has_scales, f"--fp8-recipe {facts.fp8_recipe}", twice),
+        (facts.fp4, f"--fp4-format {facts.fp4}", twice),
+        (facts.sequence_parallel and tensor > 1, "--sequence-parallel", gathers),
+        (of_sum and tensor > 1, f"--tensor-model-parallel-size {tensor}", is_sum),
+        (not of_sum and "layernorm" in modules, "--recompute-modules layernorm", freed),
+    ]
+    for is_given, flag, why in excluded:
+        if is_given:
+            instead = f"Drop {kind} from --swap-recompute, or {flag}."
+            raise UsageError(f"{ours} cannot be combined with {flag}: {why}. {instead}")
 
 
 def _check_optimizer(facts: MegatronFacts, settings: Settings) -> None:

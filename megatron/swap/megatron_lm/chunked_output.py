@@ -25,8 +25,6 @@ from megatron.swap.megatron_lm import cross_entropy
 from megatron.swap.megatron_lm.cross_entropy import Statistics
 from megatron.swap.megatron_lm.weight_gradients import WeightGradient
 
-LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class OutputLayer:
@@ -35,7 +33,7 @@ class OutputLayer:
     module: Any  # a ColumnParallelLinear
     # Labels (micro-batch, tokens) and logits (tokens, micro-batch, vocabulary of this rank) -> losses (micro-batch,
     # tokens).
-    loss_of: LossOf
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     num_chunks: int  # most chunks of the sequence; a chunk has at least one token
     is_cross_entropy: bool = False  # `loss_of` is Megatron's cross entropy, as cross_entropy.py computes it
     scale: float = 1.0  # factor of the logits
@@ -76,10 +74,6 @@ class OutputLayer:
         logits = memory[: len(rows) * len(weight)].view(len(rows), len(weight))
         torch.mm(rows, weight.t(), out=logits)
         return (logits if self.scale == 1.0 else logits.mul_(self.scale)).view(*total.shape[:-1], len(weight))
-
-    def losses(self, total: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses of gathered hidden states, without a graph."""
-        return self.loss_of(labels, self.logits(total, weight))
 
     def losses_with_graph(self, total: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> _Losses:
         """Return the losses of gathered hidden states, with the graph down to the logits."""
@@ -154,7 +148,7 @@ class _ChunkedLosses(torch.autograd.Function):
                 ctx.kept = output.losses_with_graph(total, weight, words)
                 values = ctx.kept.values.detach()
             else:
-                values = output.losses(total, weight, words)
+                values = output.loss_of(words, output.logits(total, weight))
             if whole is None:
                 whole = values.new_empty(labels.shape)
             output.set_chunk(whole, chunk, values)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron.core import parallel_state
 from torch import nn
 
 from megatron.swap.common.plan import Infeasible, Model, check_model
@@ -22,16 +23,9 @@ from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.built_model import blocks_of, with_batch
 from megatron.swap.megatron_lm.checks import recompute_kinds
 from megatron.swap.megatron_lm.fp8_weights import recompute_weights
-from megatron.swap.megatron_lm.layer import (
-    MegatronLayers,
-    check_one_stack,
-    check_stacks,
-    has_own_checkpointed_forward,
-    pipeline_rank,
-)
+from megatron.swap.megatron_lm.layer import MegatronLayers, check_one_stack, check_stacks, has_own_checkpointed_forward
 from megatron.swap.megatron_lm.layer_checkpoint import can_recompute_layers
-from megatron.swap.megatron_lm.least_saved import least_host_bytes
-from megatron.swap.megatron_lm.memory_needs import MemoryCheck
+from megatron.swap.megatron_lm.memory_needs import MemoryCheck, least_host_bytes
 from megatron.swap.megatron_lm.model_patches import refuse_fusion
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap, offload_settings
 from megatron.swap.megatron_lm.producers import Producers
@@ -157,7 +151,7 @@ class MegatronHints(ModelHints):
         self._built = None
 
     def pipeline_rank(self) -> int:
-        return pipeline_rank()
+        return int(parallel_state.get_pipeline_model_parallel_rank())
 
     def first_forward(self, arguments: Sequence[Any], options: Mapping[str, Any], settings: Settings) -> None:
         """Note the size of the batch. Raises a ``UsageError`` if the plan is another model's."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.attention import CrossAttentionSubmodules, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import GraphableMegatronModule
@@ -22,13 +19,9 @@ from torch import nn
 
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.site_paths import CHECKPOINT_PATH, OWN_PATH
-from megatron.swap.common.types import (
-    LayerPosition,
-    Site,
-    UsageError,
-    layer_positions,
-)
+from megatron.swap.common.types import LayerPosition, Site, UsageError, layer_positions
 from megatron.swap.engine.handle import Group
+from megatron.swap.engine.overrides import override_method
 from megatron.swap.engine.policy import Policy, matches
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.layers.layers import Layers
@@ -131,7 +124,8 @@ class MegatronLayers(Layers):
                 self._segments[block] = segments
                 on_run_without_grad = segments.on_run
                 if has_own_checkpointed_forward(block):
-                    self._undo.append(_override_checkpointed_forward(block, segments))
+                    own = segments.swapping()(getattr(block, OWN_CHECKPOINTED_FORWARD))
+                    self._undo.append(override_method(block, OWN_CHECKPOINTED_FORWARD, own))
             for number, layer in zip(numbers, layers, strict=True):
                 is_made = self._policy.recomputes_layer(number) and not self._policy.recomputes_whole(number)
                 if self._producers is not None and is_made:
@@ -167,16 +161,6 @@ def _spec(layer: Any, number: int, on_run_without_grad: Callable[[int], None] | 
     return LayerSpec(
         module=layer, number=number, attributes=attributes_read, rerun=rerun, on_run_without_grad=on_run_without_grad
     )
-
-
-def num_micro_batches() -> int:
-    """Return the number of micro-batches of the current training step."""
-    return int(get_num_microbatches())
-
-
-def pipeline_rank() -> int:
-    """Return this rank's number in its pipeline."""
-    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 class CheckpointedSegments:
@@ -237,19 +221,6 @@ OWN_CHECKPOINTED_FORWARD = "_checkpointed_forward"
 def has_own_checkpointed_forward(block: nn.Module) -> bool:
     """Return whether full recomputation of ``block`` is a method of its own."""
     return hasattr(block, OWN_CHECKPOINTED_FORWARD)
-
-
-def _override_checkpointed_forward(block: nn.Module, segments: CheckpointedSegments) -> Callable[[], None]:
-    """Run the block's own method in the context of ``segments``. Return a function that restores it."""
-    method = getattr(block, OWN_CHECKPOINTED_FORWARD)
-
-    @functools.wraps(method)
-    def checkpointed_forward(*arguments: Any, **options: Any) -> Any:
-        with segments.swapping():
-            return method(*arguments, **options)
-
-    setattr(block, OWN_CHECKPOINTED_FORWARD, checkpointed_forward)
-    return functools.partial(delattr, block, OWN_CHECKPOINTED_FORWARD)
 
 
 def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE, te_checkpoint
 
@@ -33,10 +32,12 @@ def layer_checkpoint(number: int, config: Any) -> Checkpoint:
             f"layer {number} is to be recomputed whole, with --fp4-format {config.fp4}: values that are rounded at "
             "random would differ. Drop --fp4-format, or swap the layer."
         )
-    if config.fp8:
-        return _te_checkpoint
+    if config.fp8:  # as Megatron's full recomputation in 8 bits
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        return lambda function, *tensors: te_checkpoint(function, False, tracker, None, *tensors)
     _check_megatrons(f"layer {number}, which is to be recomputed whole,")
-    return _checkpoint
+    # It restores all random states before ``function`` runs again in backward.
+    return lambda function, *tensors: tensor_parallel.checkpoint(function, False, *tensors)
 
 
 def check_full_recomputation(config: Any) -> None:
@@ -59,13 +60,3 @@ def _check_megatrons(what: str) -> None:
             f"{what} needs Megatron's checkpoint, whose backward {found} has replaced. Recompute single tensors "
             "instead (--swap-recompute), give a budget, or leave layers whole."
         )
-
-
-def _checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Call Megatron's checkpoint, which restores all random states before ``function`` runs again in backward."""
-    return tensor_parallel.checkpoint(function, False, *tensors)
-
-
-def _te_checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Call TransformerEngine's checkpoint as Megatron's full recomputation in 8 bits does."""
-    return te_checkpoint(function, False, tensor_parallel.random.get_cuda_rng_tracker, None, *tensors)

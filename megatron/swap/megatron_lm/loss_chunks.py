@@ -8,6 +8,7 @@ Between them passes a ``DeferredLogits``, which is no tensor: the loss asks it f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +108,7 @@ def chunk_loss(model: nn.Module, num_chunks: Callable[[], int]) -> Callable[[], 
     ``UsageError`` if the output layer or the loss cannot run in chunks.
     """
     if not getattr(model, "post_process", True):
-        return _nothing
+        return lambda: None
     layer = checked_output(model)
     whole, loss_of, is_own = layer.forward, getattr(model, LOSS), is_cross_entropy(model)
 
@@ -123,13 +124,10 @@ def chunk_loss(model: nn.Module, num_chunks: Callable[[], int]) -> Callable[[], 
     def losses(labels: torch.Tensor, logits: Any) -> torch.Tensor:
         return logits.losses(labels) if isinstance(logits, DeferredLogits) else loss_of(labels, logits)
 
-    undo = override_forward(layer, deferred), override_method(model, LOSS, losses)
-
-    def restore() -> None:
-        for one in undo:
-            one()
-
-    return restore
+    undo = ExitStack()
+    undo.callback(override_forward(layer, deferred))
+    undo.callback(override_method(model, LOSS, losses))
+    return undo.close
 
 
 def is_cross_entropy(model: Any) -> bool:
@@ -162,7 +160,3 @@ def checked_output(model: nn.Module) -> ColumnParallelLinear:
         if is_so:
             raise UsageError(f"{FLAG}: the output layer of {name} {what}, which does not run in chunks. Drop {FLAG}.")
     return layer
-
-
-def _nothing() -> None:
-    """Undo nothing."""

@@ -41,7 +41,7 @@ from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
 # Classes, or base classes, of optimizers that step each parameter as a whole, such as Muon.
 PARAMETERWISE = frozenset({"OrthogonalizedOptimizer", "SOAP"})
-# Moments of each parameter that the first step creates.
+# Moments of each parameter that the first step creates; those of other classes exist before it.
 NUM_MOMENTS = {"AdaptiveMuon": 2, "OrthogonalizedOptimizer": 1, "SOAP": 2}
 MOMENT_BYTES = 4  # most bytes of a moment per element of its parameter
 
@@ -137,7 +137,8 @@ class AdaptedOptimizer:
 
     def sizes_to_create(self) -> list[int]:
         """Return the sizes in bytes of the moments that the first step of each parameter is going to create."""
-        number = num_moments(self._optimizer.optimizer)
+        kinds = type(self._optimizer.optimizer).__mro__
+        number = max(NUM_MOMENTS.get(kind.__name__, 0) for kind in kinds)
         new = [one.param for one in self.stepper.state.param_states if not one.moments] if number else []
         return [MOMENT_BYTES * param.numel() for param in new] * number
 
@@ -352,20 +353,19 @@ def tables_of(inner: torch.optim.Optimizer) -> list[Table]:
     return [scales] if isinstance(scales, dict) else []
 
 
-def num_moments(inner: torch.optim.Optimizer) -> int:
-    """Return the number of moments that the first step creates for each parameter, or 0 if they exist before."""
-    return max((NUM_MOMENTS.get(kind.__name__, 0) for kind in type(inner).__mro__), default=0)
-
-
 def copier_to_model(optimizer: Any) -> OnUpdated:
     """Return a function that copies new values of a main parameter to the model's parameter.
 
     ``optimizer`` is not chained. Raises a ``UsageError`` if its class is unknown.
     """
+    groups: Sequence[tuple[Any, Any]]  # main parameters, and those of the model
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        model_values = _values_of_params(optimizer)
+        groups = [(optimizer.fp32_from_float16_groups, optimizer.float16_groups)]
     elif isinstance(optimizer, DistributedOptimizer):
-        model_values = _values_of_shards(optimizer)
+        groups = [
+            (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
+            (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
+        ]
     elif isinstance(optimizer, FP32Optimizer):
         return lambda *_: None  # the parameters are the model's own
     else:
@@ -373,53 +373,25 @@ def copier_to_model(optimizer: Any) -> OnUpdated:
             f"--swap-optimizer knows Megatron's fp32, fp16, bf16 and distributed optimizers; this run has a "
             f"{type(optimizer).__name__}. Leave --swap-optimizer out."
         )
+    left_out = set(map(id, quantized_params(optimizer))) if has_quantized_params(optimizer) else ()
+    of_main = {
+        main: model
+        for group in groups for mains, models in zip(*group, strict=True)
+        for main, model in zip(mains, models, strict=True) if main is not None and id(model) not in left_out
+    }  # fmt: skip
 
     def copy(main: torch.Tensor, start: int, stop: int, values: torch.Tensor) -> None:
-        target = model_values(main)
-        if target is not None:
-            target[start:stop].copy_(values.view(-1))
+        if (model := of_main.get(main)) is not None:  # else the parameter is the model's own
+            _flat_values(optimizer, model)[start:stop].copy_(values.view(-1))
 
     return copy
 
 
-# Returns the model's flat values for a main parameter, or None if the parameter is the model's own.
-ModelValues = Callable[[torch.Tensor], torch.Tensor | None]
-
-
-def _values_of_params(optimizer: Float16OptimizerWithFloat16Params) -> ModelValues:
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for mains, models in zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True):
-        pairs += zip(mains, models, strict=True)
-    of_model = dict(pairs)
-
-    def values(main: torch.Tensor) -> torch.Tensor | None:
-        model = of_model.get(main)
-        return None if model is None else model.detach().view(-1)
-
-    return values
-
-
-def _values_of_shards(optimizer: DistributedOptimizer) -> ModelValues:
-    groups = (
-        (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
-        (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
-    )
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for main_groups, model_groups in groups:
-        for mains, models in zip(main_groups, model_groups, strict=True):
-            pairs += ((main, model) for main, model in zip(mains, models, strict=True) if main is not None)
-    of_shard = dict(pairs)
-    if has_quantized_params(optimizer):
-        quantized = set(map(id, quantized_params(optimizer)))
-        of_shard = {main: model for main, model in of_shard.items() if id(model) not in quantized}
-
-    def values(main: torch.Tensor) -> torch.Tensor | None:
-        model = of_shard.get(main)
-        if model is None:
-            return None
-        place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-        buffer, _, bucket = optimizer.model_param_gbuf_map[model]
-        whole: torch.Tensor = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
-        return whole[place.start : place.end]
-
-    return values
+def _flat_values(optimizer: Any, model: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter of the model, of which a distributed optimizer has a part."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        return model.detach().view(-1)
+    place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+    buffer, _, bucket = optimizer.model_param_gbuf_map[model]
+    whole: torch.Tensor = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
+    return whole[place.start : place.end]

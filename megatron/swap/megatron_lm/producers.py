@@ -98,8 +98,7 @@ class Producers:
                 record_queries(self._recomputer, parts[0], parts[2])
             return parts
 
-        attention.get_query_key_value_tensors = records  # type: ignore[method-assign]
-        self._undo.append(partial(delattr, attention, "get_query_key_value_tensors"))
+        self._undo.append(override_method(attention, "get_query_key_value_tensors", records))
 
 
 def _recorded_sum(

@@ -48,11 +48,6 @@ def caches(tensor: Any) -> Collection[str]:
     return (TRANSPOSE,)
 
 
-def is_quantizer(value: Any) -> bool:
-    """Return whether ``value`` is a quantizer of TransformerEngine."""
-    return hasattr(value, "rowwise_usage") and hasattr(value, "quantize")
-
-
 def private_copy(quantizer: Any) -> Any | None:
     """Return a copy of ``quantizer`` that gives the same values later and changes no other's state, or None."""
     # The largest value is agreed on with other ranks.
@@ -78,7 +73,8 @@ def record_values(
     quantized: Any,
 ) -> None:
     """Record the values of ``quantized``, which ``function`` returned; a quantizer is among the arguments."""
-    quantizers = [value for value in (*arguments, *options.values()) if is_quantizer(value)]
+    given = (*arguments, *options.values())
+    quantizers = [value for value in given if hasattr(value, "rowwise_usage") and hasattr(value, "quantize")]
     copies = {id(quantizer): private_copy(quantizer) for quantizer in quantizers}
     if None in copies.values():
         return

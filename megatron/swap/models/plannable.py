@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.models.layer_devices import devices_of
+from megatron.swap.models.found_layers import devices_of
 from megatron.swap.params.stacks import is_compiled
 
 

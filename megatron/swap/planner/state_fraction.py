@@ -21,25 +21,34 @@ def solve_fractions(
     The lower bound is the least of all fractions that were tried. Raises ``Infeasible`` if no plan fits, neither with
     the maximum offloaded nor with nothing.
     """
+
+    def at(fraction: float) -> Solution:
+        solution = solve(with_fraction(profile, fraction), budget_gib, max_plans, reserve_gib)
+        return replace(solution, plans=tuple(replace(plan, offload_fraction=fraction) for plan in solution.plans))
+
     state = profile.offloaded_state
     if state is None or not state.fraction:
         return solve(profile, budget_gib, max_plans, reserve_gib)
     if state.is_fixed:
-        return _at(profile, state.fraction, budget_gib, max_plans, reserve_gib)
+        return at(state.fraction)
     most = state.fraction
     try:
-        found: dict[int, Solution | None] = {STEPS: _at(profile, most, budget_gib, max_plans, reserve_gib)}
+        found: dict[int, Solution | None] = {STEPS: at(most)}
     except Infeasible as error:
-        return _without_buckets(profile, budget_gib, max_plans, reserve_gib, error)
+        try:
+            solution = at(0.0)  # the buckets of the maximum may leave larger gaps
+        except Infeasible as other:
+            raise min(error, other, key=lambda one: one.smallest_gib) from None
+        return _named(profile, solution, solution.lower_bound_ms)
 
     def ms(step: int) -> float:
         if step not in found:
             try:
-                found[step] = _at(profile, most * step / STEPS, budget_gib, max_plans, reserve_gib)
+                found[step] = at(most * step / STEPS)
             except Infeasible:
                 found[step] = None
-        solution = found[step]
-        return float("inf") if solution is None else round(solution.prediction.step_ms, 3)
+        tried = found[step]
+        return float("inf") if tried is None else round(tried.prediction.step_ms, 3)
 
     # As more state is offloaded, the best step time first falls, since activations get the memory, and then grows with
     # the copies. So the search descends from the maximum in ever smaller steps.
@@ -52,9 +61,9 @@ def solve_fractions(
         else:
             stride //= 2
     best = min((best, 0), key=lambda step: (ms(step), step))  # without buckets there are fewer fragments
-    solution = found[best]
-    assert solution is not None
-    return _named(profile, solution, min(one.lower_bound_ms for one in found.values() if one is not None))
+    chosen = found[best]
+    assert chosen is not None
+    return _named(profile, chosen, min(one.lower_bound_ms for one in found.values() if one is not None))
 
 
 def with_fraction(profile: Profile, fraction: float) -> Profile:
@@ -92,17 +101,6 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
     )
 
 
-def _without_buckets(
-    profile: Profile, budget_gib: float, max_plans: int, reserve_gib: float | None, error: Infeasible
-) -> Solution:
-    """Return the best plans that offload no state, after the maximum did not fit: its buckets may leave larger gaps."""
-    try:
-        solution = _at(profile, 0.0, budget_gib, max_plans, reserve_gib)
-    except Infeasible as other:
-        raise min(error, other, key=lambda one: one.smallest_gib) from None
-    return _named(profile, solution, solution.lower_bound_ms)
-
-
 def _named(profile: Profile, solution: Solution, bound_ms: float) -> Solution:
     """Return ``solution`` with plans that name ``profile`` and the lower bound of all fractions."""
     name = sha256(profile)
@@ -112,14 +110,6 @@ def _named(profile: Profile, solution: Solution, bound_ms: float) -> Solution:
         predicted = replace(plan.predicted, lower_bound_ms=bound_ms)
         plans.append(replace(plan, profile_sha256=name, predicted=predicted))
     return Solution(tuple(plans), solution.predictions, bound_ms)
-
-
-def _at(
-    profile: Profile, fraction: float, budget_gib: float, max_plans: int, reserve_gib: float | None
-) -> Solution:
-    solution = solve(with_fraction(profile, fraction), budget_gib, max_plans, reserve_gib)
-    plans = tuple(replace(plan, offload_fraction=fraction) for plan in solution.plans)
-    return replace(solution, plans=plans)
 
 
 def copies_ms(profile: Profile) -> float:

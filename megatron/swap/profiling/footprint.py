@@ -38,12 +38,8 @@ class Footprint:
     def maximum(self, other: Footprint) -> Footprint:
         layers = {entry.layer: entry for entry in self.layers}
         for entry in other.layers:
-            layers[entry.layer] = _maximum(layers.get(entry.layer, entry), entry)
+            layers[entry.layer] = LayerFootprint(*map(max, layers.get(entry.layer, entry), entry))
         return Footprint(tuple(layers[layer] for layer in sorted(layers)))
-
-
-def _maximum(one: LayerFootprint, other: LayerFootprint) -> LayerFootprint:
-    return LayerFootprint(*map(max, one, other))
 
 
 def _filled(entry: LayerFootprint, measured: LayerFootprint) -> LayerFootprint:
@@ -99,7 +95,7 @@ class FootprintMeter:
         if self._like is not None:
             saved = self._layers[self._like].num_tensors, self._layers[self._like].num_bytes
         entry = LayerFootprint(layer, *saved, self._input_bytes)
-        self._layers[layer] = _maximum(self._layers.get(layer, entry), entry)
+        self._layers[layer] = LayerFootprint(*map(max, self._layers.get(layer, entry), entry))
         if not is_unseen:
             self._excess_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
         # ``exceeded`` may be called several times in a forward.

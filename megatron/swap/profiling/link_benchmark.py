@@ -13,6 +13,7 @@ from statistics import median
 
 import torch
 
+from megatron.swap.common.collectives import rank_and_world_size
 from megatron.swap.common.types import MIB, SwapError
 from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.memory.tiers.base import Slot, Tier
@@ -67,7 +68,7 @@ def measure_link(device: Device, tier: Tier, num_bytes: int | None = None) -> Li
 
 def slowest_link(device: Device, link: Link) -> Link:
     """Return the lowest speeds of all ranks, which wait for each other."""
-    if _num_ranks() == 1:
+    if rank_and_world_size()[1] == 1:
         return link
     figures = torch.tensor(list(vars(link).values()), dtype=torch.float64, device=device.torch_device)
     torch.distributed.all_reduce(figures, torch.distributed.ReduceOp.MIN)
@@ -140,7 +141,7 @@ def _on_all_ranks[T](device: Device, work: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     # Every rank takes part, so none waits for a failed one. The collective also makes all ranks begin together.
-    if _num_ranks() > 1:
+    if rank_and_world_size()[1] > 1:
         failed = torch.tensor([int(failure is not None)], device=device.torch_device)
         torch.distributed.all_reduce(failed)
         if failure is None and failed.item():
@@ -148,7 +149,3 @@ def _on_all_ranks[T](device: Device, work: Callable[[], T]) -> T:
     if failure is not None:
         raise SwapError(f"the link was not measured: {failure}") from failure
     return result  # type: ignore[return-value]
-
-
-def _num_ranks() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

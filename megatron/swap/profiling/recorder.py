@@ -412,15 +412,15 @@ class Recorder:
 
     def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:
         """Note that autograd saves ``tensor`` at ``site`` in the run ``label``, and return its storage's record."""
-        storage = tensor.untyped_storage()
+        storage, key = tensor.untyped_storage(), f"{site} {label.split()[1]}"  # site and micro-batch
         tracked = self._tracker.get(storage)
         if tracked is not None:
-            self._records[f"{site} {_micro_batch(label)}"] = tracked.record
+            self._records[key] = tracked.record
             return tracked.record
         run = self._runs[label]
         is_input = storage._cdata in self._inputs.get(label, ())
         record = SavedStorage(run, f"{site.path}/{site.ordinal}", storage.nbytes(), is_input)
-        self._records[f"{site} {_micro_batch(label)}"] = record
+        self._records[key] = record
         self._note(What.SAVED, storage=record, num_bytes=record.num_bytes)
         self._saved_in_run.setdefault(run, []).append(self._tracker.track(record, storage))
         return record
@@ -472,7 +472,3 @@ class Recorder:
     def _freed(self, tracked: TrackedStorage[SavedStorage]) -> None:
         if self.is_on:
             self._note(What.FREED, storage=tracked.record, num_bytes=tracked.num_bytes)
-
-
-def _micro_batch(label: str) -> str:
-    return label.split()[1]

@@ -34,12 +34,24 @@ def measure(
     Call it before the engine is taken off Megatron and before memory is freed. ``optimizers`` are those of torch or
     TransformerEngine, inside Megatron's.
     """
-    storages = _Storages(device.torch_device, offloaded)
+    left_out = {one.tensor for one in offloaded}  # they have no device memory
+    counted: set[int] = set()
+
+    def take(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+        """Return the bytes by tier of storages that were not counted before."""
+        found = {"device": 0, "host": 0}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor not in left_out and storage._cdata not in counted:
+                counted.add(storage._cdata)
+                found["device" if storage.device.type == device.torch_device.type else "host"] += storage.nbytes()
+        return found
+
     params = [param for chunk in chunks for param in chunk.parameters()]
     stepped = [param for one in optimizers for group in one.param_groups for param in group["params"]]
-    weights = storages.take(params)
-    gradients = storages.take(gradient for param in (*params, *stepped) for gradient in _gradients(param))
-    state = storages.take((*stepped, *_tensors([one.state for one in optimizers])))
+    weights = take(params)
+    gradients = take(gradient for param in (*params, *stepped) for gradient in _gradients(param))
+    state = take((*stepped, *_tensors([one.state for one in optimizers])))
     on_disk = sum(one.num_bytes for one in offloaded if isinstance(one.backing, DiskRoom))
     in_host = sum(one.num_bytes for one in offloaded) - on_disk
 
@@ -62,25 +74,6 @@ def measure(
         ),
         MemoryRow("fragments", 0 if reserved_bytes is None else reserved_bytes - (peak_bytes or 0)),
     ]  # fmt: skip
-
-
-class _Storages:
-    """Counts each storage once. Tensors of ``offloaded`` are left out, since they have no device memory."""
-
-    def __init__(self, device: torch.device, offloaded: Iterable[OffloadedTensor]) -> None:
-        self._device = device
-        self._offloaded = {one.tensor for one in offloaded}
-        self._counted: set[int] = set()
-
-    def take(self, tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-        """Return the bytes by tier of storages that were not counted before."""
-        found = {"device": 0, "host": 0}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor not in self._offloaded and storage._cdata not in self._counted:
-                self._counted.add(storage._cdata)
-                found["device" if storage.device.type == self._device.type else "host"] += storage.nbytes()
-        return found
 
 
 def _gradients(param: torch.Tensor) -> Iterator[torch.Tensor]:

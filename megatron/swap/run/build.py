@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.types import MIB, Site, SwapError
+from megatron.swap.common.types import MIB
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.build import Engine, build_engine
-from megatron.swap.engine.decision import Decision
 from megatron.swap.engine.oom_guard import OomGuard
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.settings import EngineSettings, Instruments
@@ -24,8 +19,6 @@ from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.base import Tier
 from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.memory.tiers.spill import spill_tier
-from megatron.swap.profiling.observer import Observer
-from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.run.host_share import HostShare
 
 
@@ -77,22 +70,15 @@ def build(
     settings: Settings,
     policy: Policy,
     machine: Machine,
+    instruments: Instruments,
     *,
-    ranges: Ranges | None = None,
-    observer: Observer | None = None,
-    recorder: Recorder | None = None,
     recomputes: bool = False,
     wrappers: WrapperRules | None = None,
-    on_saved: Callable[[Site, torch.UntypedStorage, Decision], None] | None = None,
-    on_full: Callable[[SwapError], None] | None = None,
 ) -> Engine:
-    """Return the engine of a run. Arguments as for ``EngineSettings`` and ``Instruments``."""
+    """Return the engine of a run. ``recomputes`` and ``wrappers`` as for ``EngineSettings``."""
+    window_bytes = settings.window_bytes(settings.plan)
     of_engine = EngineSettings(
-        window_bytes=settings.window_bytes(settings.plan), verify=settings.verify, recomputes=recomputes,
-        wrappers=wrappers,
-    )  # fmt: skip
-    instruments = Instruments(
-        ranges=ranges or Ranges(), observer=observer, recorder=recorder, on_saved=on_saved, on_full=on_full
+        window_bytes=window_bytes, verify=settings.verify, recomputes=recomputes, wrappers=wrappers
     )
     guard = machine.guard if isinstance(machine, RealMachine) else None
     return build_engine(machine.device, machine.tier, policy, of_engine, instruments, guard)

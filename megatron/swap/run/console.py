@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
+from megatron.swap.common.collectives import rank_and_world_size
 from megatron.swap.common.log import logger
 from megatron.swap.common.spelling import Spelling
 from megatron.swap.common.types import UsageError
@@ -20,18 +19,13 @@ class Console:
         self.rank = rank
         self._of_rank = f" (rank {rank})" if world_size > 1 else ""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank prints the lines that are the same on all ranks."""
-        return self.rank == 0 and not self.is_quiet
-
     def errors(self) -> AbstractContextManager[None]:
         """Return a context in which errors have the spelling of the call that began the run."""
         return nullcontext()
 
     def say(self, line: str) -> None:
         """Print a line that is the same on all ranks, on the first rank only."""
-        if self.is_first:
+        if self.rank == 0 and not self.is_quiet:
             self._tell("", line)
 
     def say_here(self, lines: Sequence[str]) -> None:
@@ -47,20 +41,14 @@ class LogConsole(Console):
     """The same lines in the spelling of a call, by default for the logger: a program owns its standard output."""
 
     def __init__(self, spelling: Spelling, log: Callable[[str], None] | None = None, log_level: str = "info") -> None:
-        distributed = torch.distributed if torch.distributed.is_initialized() else None
-        rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if distributed else (0, 1)
-        super().__init__(log_level, rank, world_size)
+        super().__init__(log_level, *rank_and_world_size())
         if log is not None and not callable(log):
             raise UsageError(f"log {log!r}: must be a function that takes a line.")
         self._spelling = spelling
-        self._log = log or _logged
+        self._log = log or logger.info
 
     def errors(self) -> AbstractContextManager[None]:
         return self._spelling.errors()
 
     def _tell(self, of_rank: str, line: str) -> None:
         self._log(self._spelling(f"{of_rank} {line}".lstrip()))
-
-
-def _logged(line: str) -> None:
-    logger.info("%s", line)

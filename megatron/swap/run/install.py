@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from megatron.swap.autotune.training_steps import check_optimizer
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.spelling import INSTALL, Spelling
+from megatron.swap.common.spelling import INSTALL
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.built_model import facts_of, unwrapped
 from megatron.swap.megatron_lm.checks import check_settings
@@ -70,20 +70,19 @@ def install(
         PatchError: this Megatron lacks a symbol that the settings need.
     """
     given = {"memory_gib": memory_gib, "layers": layers, "plan": plan}
-    return swap_built(model, optimizer, _settings(given, config), INSTALL)
+    settings = _settings(given, config)
+    return swap_built(model, optimizer, settings, LogConsole(INSTALL, log_level=settings.log_level))
 
 
 def swap_built(
-    model: nn.Module | Iterable[nn.Module],
-    optimizer: Any,
-    settings: Settings,
-    spelling: Spelling,
-    log: Callable[[str], None] | None = None,
+    model: nn.Module | Iterable[nn.Module], optimizer: Any, settings: Settings, console: LogConsole
 ) -> Run:
-    """Return a run that has begun. ``spelling`` is the call's; other arguments are as for ``install`` and ``train``."""
+    """Return a run that has begun. Arguments are as for ``install``."""
     chunks, is_wrapped = unwrapped(model)
     check_optimizer(optimizer, chunks, stepped_params)
-    _check_free(chunks, optimizer)
+    # A model or an optimizer that another ``install`` has not given back.
+    if any(isinstance(other, MegatronHints) and other.uses(chunks, optimizer) for other in SHARED.models):
+        raise UsageError("this model or its optimizer swaps already. Call close() of that run first.")
     facts = facts_of(chunks, optimizer)
     if settings.plan is not None:  # the model's batches are not known yet: compared in the first step
         of_plan = settings.plan.model
@@ -96,7 +95,6 @@ def swap_built(
     if settings.oom_guard:
         build_guard(on_gpu=torch.cuda.is_available())
     hints = MegatronHints(facts, settings, MemoryCheck(None, None), Built(chunks, optimizer, is_wrapped))
-    console = LogConsole(spelling, log, settings.log_level)
     return Run(settings, hints, console, RunDevice(settings, facts.rank, Ranges())).begin(optimizer)
 
 
@@ -109,10 +107,3 @@ def _settings(given: Mapping[str, Any], config: Mapping[str, Any] | None) -> Set
         if value is not None and name in config:
             raise UsageError(f"{name} is given twice: as an argument and in config. Leave one out.")
     return Settings.of({**given, **config})
-
-
-def _check_free(chunks: Sequence[nn.Module], optimizer: Any) -> None:
-    """Refuse a model or an optimizer that another ``install`` has not given back."""
-    for other in SHARED.models:
-        if isinstance(other, MegatronHints) and other.uses(chunks, optimizer):
-            raise UsageError("this model or its optimizer swaps already. Call close() of that run first.")

@@ -18,7 +18,7 @@ def learn_order(layers: LearnedLayers, model: nn.Module, auto: AutoPlan, window_
     layers, or in another order, or if autograd calls no hooks in any.
     """
     names = {module: name for name, module in model.named_modules()}
-    first, *others = auto.gather(lambda: [names.get(module, "") for module in layers.seen_order()])
+    first, *others = auto.ranks.gather(lambda: [names.get(module, "") for module in layers.seen_order()])
     for rank, other in enumerate(others, 1):
         for number, (one, another) in enumerate(zip_longest(first, other)):
             if one != another:

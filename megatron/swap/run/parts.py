@@ -10,7 +10,6 @@ from megatron.swap.engine.build import Engine
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.engine.wrapper_tensors import WrapperRules
 from megatron.swap.layers.layers import Layers
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_budget import Reservation
@@ -34,7 +33,6 @@ class Planned:
     state_memory: Reservation  # of optimizer state: the most it may take, its size once the optimizer is built
     disk: DiskFile | None  # the file behind host memory, or None
     plan_run: PlanRun | None  # compares the run with its plan, or None
-    wrappers: WrapperRules | None  # rules for the wrapper tensors of low precision, or None
 
     @classmethod
     def of(
@@ -58,10 +56,9 @@ class Planned:
         host = host_share(settings, swaps, hints.least_host_bytes(settings), hints.capacity)
         state_memory = host.reserve_state(settings)
         plan_run = PlanRun(settings, hints.describe) if wants_plan else None
-        wrappers = hints.wrappers()
         # The last, since nothing closes the file if a later part cannot be made.
         disk = DiskFile(settings.disk_dir, host.disk_bytes) if settings.disk_dir is not None else None
-        return cls(target, policy, kinds, swaps, host, state_memory, disk, plan_run, wrappers)
+        return cls(target, policy, kinds, swaps, host, state_memory, disk, plan_run)
 
 
 @dataclass(frozen=True)

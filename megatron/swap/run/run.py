@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.swap.autotune.controller import AutoPlan
-from megatron.swap.autotune.target import Output, RunParts
+from megatron.swap.autotune.target import RunParts
 from megatron.swap.autotune.training_steps import TrainingSteps, read_checks
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.plan import Infeasible
@@ -21,6 +21,7 @@ from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.engine.function_transforms import untransformed
 from megatron.swap.engine.overrides import NotCopied, in_backward, override_forward
 from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.settings import Instruments
 from megatron.swap.layers.learned import LearnedLayers
 from megatron.swap.models.hints import ModelHints
 from megatron.swap.params.module_weights import WeightSwap
@@ -87,7 +88,7 @@ class Run(NotCopied):
             UsageError: the model cannot be swapped with these settings, a pattern of ``--swap-modules`` names no
                 submodule of any layer, or ``--swap-cpu-memory-gib`` has no room for the model's gradients.
         """
-        self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
+        _ = self.run_device.device  # made even if nothing is swapped: its memory is counted from here on
         self.run_device.check_room(chunks)
         for undo, line in self.hints.prepare(chunks, self.settings):
             self._undo += undo
@@ -123,22 +124,19 @@ class Run(NotCopied):
         Raises:
             SwapError: the model cannot be swapped; it is as before.
         """
+        chunks = self.hints.chunks
         try:
-            self._take_over(optimizer)
+            self._undo += map(self._refuse_copies_of, chunks)
+            self.attach(chunks)
+            if self.settings.offload_fraction:
+                self._attached_optimizer_swap().take_over(optimizer)
+                self._reserve_host_memory()
+            if chunks:
+                self._undo.append(self.steps.follow(optimizer, chunks))
         except BaseException:
             self.close()
             raise
         return self
-
-    def _take_over(self, optimizer: Any) -> None:
-        chunks = self.hints.chunks
-        self._undo += map(self._refuse_copies_of, chunks)
-        self.attach(chunks)
-        if self.settings.offload_fraction:
-            self._attached_optimizer_swap().take_over(optimizer)
-            self._reserve_host_memory()
-        if chunks:
-            self._undo.append(self.steps.follow(optimizer, chunks))
 
     def _watched(self, chunk: nn.Module) -> list[Callable[[], None]]:
         """Learn of each forward of ``chunk``, and run it in contexts. Return what ends that."""
@@ -181,12 +179,13 @@ class Run(NotCopied):
         disk = planned.disk if planned.swaps else None
         machine = real_machine(settings, device, planned.host, planned.state_memory.budget, disk)
         recorder = Recorder(device, ranges, self._take_peak)
-        engine = build(
-            settings, planned.policy, machine, ranges=ranges, observer=observer, recorder=recorder,
-            recomputes=bool(planned.kinds), wrappers=planned.wrappers,
+        instruments = Instruments(
+            ranges=ranges, observer=observer, recorder=recorder,
             on_saved=None if planned.plan_run is None else planned.plan_run.note,
             on_full=self._on_tier_full if settings.auto else None,
         )  # fmt: skip
+        recomputes, wrappers = bool(planned.kinds), self.hints.wrappers()
+        engine = build(settings, planned.policy, machine, instruments, recomputes=recomputes, wrappers=wrappers)
         try:
             layers = self.hints.bound(
                 engine, planned.policy, settings, self._console.errors,
@@ -209,10 +208,10 @@ class Run(NotCopied):
                 host_bytes=lambda: machine.pool.limit_bytes,
                 take_peak=self._take_peak,
                 offloaded_state=self._offloaded_state,
-                set_offload_fraction=self._set_offload_fraction,
+                set_offload_fraction=lambda fraction: self._attached_optimizer_swap().set_offload_fraction(fraction),
                 guard=None if settings.oom_guard else machine.guard,
             )
-            self.auto = AutoPlan(planned.target, of_run, Output(self._console.say, self._console.say_here))
+            self.auto = AutoPlan(planned.target, of_run, self._console.say, self._console.say_here)
         if self.hints.tells_details:
             reserved_bytes, host = machine.tier.stats().reserved_bytes, planned.host
             limits = host.limit_bytes, host.guard_bytes
@@ -233,9 +232,6 @@ class Run(NotCopied):
         # The planner decides about optimizer state too, so the state that is kept on the device counts.
         is_planned = self.settings.plans_optimizer
         return self.run_device.take_peak(self._attached_optimizer_swap().kept_bytes if is_planned else 0)
-
-    def _set_offload_fraction(self, fraction: float) -> None:
-        self._attached_optimizer_swap().set_offload_fraction(fraction)
 
     def _offloaded_state(self) -> OffloadedState | None:
         return self._attached_optimizer_swap().offloaded_state() if self.settings.plans_optimizer else None
@@ -434,8 +430,8 @@ class Run(NotCopied):
         before = self._figures()  # with the optimizer state that is offloaded still
         with ExitStack() as whatever_fails:
             whatever_fails.callback(self._forget_model)
-            if not has_failed:
-                whatever_fails.callback(self._finish_if_stepped)
+            if not has_failed and self.steps.number:
+                whatever_fails.callback(self.finish)
             whatever_fails.callback(self.release, before)
             if self._profiler is not None:
                 (self._profiler.abandon if has_failed else self._profiler.close)()
@@ -446,10 +442,6 @@ class Run(NotCopied):
                     self._console.say(
                         "the device has no room for the offloaded optimizer state: it stays in host memory"
                     )
-
-    def _finish_if_stepped(self) -> None:
-        if self.steps.number:
-            self.finish()
 
     def _forget_model(self) -> None:
         """Hold neither the model nor its layers: users keep a run for its figures."""

@@ -84,10 +84,6 @@ class RunDevice:
         """Memory of the GPU in GiB, or of this host, which emulates it."""
         return memory_gib_of(self.torch_device, self._settings.cpu_memory_gib)
 
-    def make(self) -> None:
-        """Make ``device``, if it is not made yet."""
-        _ = self.device
-
     def check_room(self, chunks: Sequence[nn.Module]) -> None:
         """Raise a ``UsageError`` if the emulated device has no room for the gradients of the model's ``chunks``."""
         given_gib = self._settings.cpu_memory_gib

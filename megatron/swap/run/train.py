@@ -16,9 +16,8 @@ from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.spelling import ACTIVATIONS, Spelling
 from megatron.swap.common.types import GIB, UsageError, layer_positions
 from megatron.swap.engine.policy import Policy, policy_of
-from megatron.swap.models.found_layers import is_megatrons, layers_of
+from megatron.swap.models.found_layers import device_of, is_megatrons, layers_of
 from megatron.swap.models.hints import ModelHints
-from megatron.swap.models.layer_devices import device_of
 from megatron.swap.models.plannable import refuse_unplannable
 from megatron.swap.params.module_weights import WeightSwap
 from megatron.swap.params.module_weights import weights as offload_weights
@@ -94,7 +93,7 @@ def train(
 
         if weights is not None or policy is not None:
             raise UsageError("this is a Megatron model: weights= and a policy are for others. Give layers='0-9'.")
-        return swap_built(model, optimizer, parsed, TRAIN, log)
+        return swap_built(model, optimizer, parsed, console)
     for name, value in {"plan": plan, "optimizer_state": optimizer_state, **settings}.items():
         if name in OF_MEGATRON and value is not None:
             raise UsageError(f"{name}={value!r} is for Megatron models, and this is another one. Leave it out.")

@@ -5,34 +5,47 @@ from __future__ import annotations
 import functools
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import nn
 
 from megatron.swap.common.collectives import gather
 from megatron.swap.common.flags import settings_of
 from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.log import logger
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.types import UsageError
-from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.common.types import MemoryRow, UsageError
+from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.checks import check_settings
 from megatron.swap.megatron_lm.hints import MegatronHints
-from megatron.swap.megatron_lm.layer import num_micro_batches
 from megatron.swap.megatron_lm.memory_needs import check_memory
+from megatron.swap.megatron_lm.model_patches import RunPatches, patches_of_model
+from megatron.swap.megatron_lm.optimizer_adapter import unchained
+from megatron.swap.megatron_lm.param_copies import off_device
+from megatron.swap.memory.host_memory import local_world_size, safe_host_bytes
 from megatron.swap.native.guarding import build_guard
-from megatron.swap.patches import registry
-from megatron.swap.reporting.summary import memory_lines
+from megatron.swap.patches import get_megatron_optimizer, main_params, param_buffer, registry, train, training_log
+from megatron.swap.reporting import memory_report
+from megatron.swap.reporting.summary import (
+    RankReport,
+    build_summary,
+    device_line,
+    layer_table,
+    memory_lines,
+    write_json,
+)
+from megatron.swap.reporting.verdict import verdict_lines
 from megatron.swap.run.console import Console
 from megatron.swap.run.run import Run, unknown_model
 from megatron.swap.run.run_device import RunDevice
-from megatron.swap.trainer import report as reports
 from megatron.swap.trainer.checks import check_model_config
 from megatron.swap.trainer.fp8_weights import choose_fp8_weights
-from megatron.swap.trainer.upstream import patches_of, supply_fusion_kernel, switch_fusion_off
+from megatron.swap.trainer.report import report_of
+from megatron.swap.trainer.upstream import supply_fusion_kernel, switch_fusion_off
 from megatron.swap.trainer.versions import ignored_scaling
 
 
@@ -111,21 +124,7 @@ class SwapSession(Run):
         self.hints.forget_model()
 
     def num_micro_batches(self) -> int:
-        return num_micro_batches()
-
-    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
-        """Return the context for the forward of ``block``, a ``TransformerBlock``, with full recomputation.
-
-        Raises:
-            UsageError: no model was attached.
-        """
-        if self.parts is None:
-            raise unknown_model()
-        return self.hints.around_checkpointed_forward(block)
-
-    def recomputer(self) -> Recomputer | None:
-        """Return the recomputer of this rank; None before the model is built, or if nothing is recomputed."""
-        return self.hints.recomputer()
+        return int(get_num_microbatches())
 
     def on_optimizer_built(self, optimizer: Any) -> None:
         """Adapt the ``optimizer`` that Megatron has built, and give activations the host memory that it leaves.
@@ -211,23 +210,56 @@ class SwapSession(Run):
             mine.memory = self._memory(mine, chunks, optimizer)
         self.close()
         self.finish()
-        of_ranks = gather(mine)
-        lines: list[str] = []
-        if of_ranks is not None:
-            planning = self.auto.summary() if self.auto is not None else None
-            summary = reports.write_summary(self.settings.summary, self.hints.num_layers, of_ranks, planning)
-            lines = reports.lines_of(summary, self.settings, of_ranks, swaps=self.planned.swaps)
-        if (self.planned.swaps or self.settings.oom_guard) and not self._console.is_quiet:
-            for line in lines:
+        if (of_ranks := gather(mine)) is not None:
+            self._show(of_ranks)
+
+    def _show(self, ranks: list[RankReport]) -> None:
+        """Write the summary of all ranks, and print the lines at the end."""
+        path, swaps = self.settings.summary, self.planned.swaps
+        summary = build_summary(self.hints.num_layers, ranks, None if self.auto is None else self.auto.summary())
+        if path is not None:
+            try:
+                write_json(path, summary)
+            except OSError as error:  # must not prevent Megatron's last checkpoint, which is still to come
+                logger.warning("--swap-summary was not written: %s", error)
+        if (swaps or self.settings.oom_guard) and not self._console.is_quiet:
+            device = device_line(summary, expands_segments())
+            verdict = [f" swap: {line}" for line in verdict_lines(self.settings, ranks)] if swaps else []
+            for line in (layer_table(summary, swaps), *([] if device is None else [device]), *verdict):
                 print(line, flush=True)
 
-    def _report(self) -> reports.RankReport:
-        return reports.report_of(self.step_log.records, self.run_device, self.parts, self.optimizer_swap)
+    def _report(self) -> RankReport:
+        return report_of(self.step_log.records, self.run_device, self.parts, self.optimizer_swap)
 
-    def _memory(
-        self, report: reports.RankReport, chunks: Sequence[nn.Module], optimizer: Any
-    ) -> list[reports.MemoryRow]:
-        return reports.memory_of(report, self.run_device, self.optimizer_swap, chunks, optimizer)
+    def _memory(self, report: RankReport, chunks: Sequence[nn.Module], optimizer: Any) -> list[MemoryRow]:
+        """Return the memory in use on this rank, by kind and tier."""
+        offloaded = () if self.optimizer_swap is None else self.optimizer_swap.offloaded_tensors()
+        inner = [one.optimizer for one in unchained(optimizer)]
+        return memory_report.measure(report, self.run_device.device, chunks, inner, offloaded)
+
+
+def patches_of(facts: MegatronFacts, settings: Settings, kinds: Collection[str], session: SwapSession) -> RunPatches:
+    """Return the patches that a run of Megatron's trainer needs, and those that it uses where they fit.
+
+    The patched functions call ``session`` and its hints.
+    """
+    of_model = patches_of_model(facts, settings, kinds, session.hints)
+    needs = [
+        train.train_patch(session.on_begin, session.on_finish),
+        training_log.training_log_patch(session.on_iteration),
+        *of_model.needs,
+    ]
+    optional = of_model.optional
+    if settings.offload_fraction:
+        needs += main_params.main_params_patches(session.on_main_param_created)
+        needs.append(get_megatron_optimizer.get_megatron_optimizer_patch(session.on_optimizer_built))
+    elif settings.acts:
+        optional += main_params.main_params_patches()
+    if settings.attaches:
+        # Measured here, before any rank takes host memory.
+        host_bytes = safe_host_bytes(local_world_size()).safe_bytes
+        optional.append(param_buffer.param_buffer_patch(functools.partial(off_device, host_bytes=host_bytes)))
+    return RunPatches(needs, optional)
 
 
 def _remove_from(hooks: list[Any], hook: Any) -> None:

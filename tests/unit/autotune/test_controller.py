@@ -16,7 +16,7 @@ from torch import nn
 from megatron.swap.autotune.controller import AutoPlan, PlanFiles
 from megatron.swap.autotune.state_machine import Stage, Transition
 from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
-from megatron.swap.autotune.target import Output, PlanTarget, RunParts
+from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Model, Plan, load_plan
@@ -104,7 +104,7 @@ class Training:
             boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: self.num_micro_batches, lambda: GIB,
             device.taken,
         )  # fmt: skip
-        self.auto = AutoPlan(self.target, parts, Output(self.lines.append, self.lines.extend))
+        self.auto = AutoPlan(self.target, parts, self.lines.append, self.lines.extend)
         self.machine = DecidedMachine()
         self.steps = self.machine.steps
         monkeypatch.setattr(self.auto, "_machine", self.machine)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.swap.common.types import GIB
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.models.layer_devices import devices_of
+from megatron.swap.models.found_layers import devices_of
 from megatron.swap.params import weight_buffers
 from megatron.swap.params.weight_buffers import Buffer
 from megatron.swap.profiling.observer import Observer

@@ -108,7 +108,7 @@ def test_only_a_run_in_8_bits_takes_wrappers_apart(
     args = arguments("--swap-layers", "all")
     args.fp8 = fp8
     session = SwapSession.install(args)
-    assert session.planned.wrappers == rules
+    assert session.hints.wrappers() == rules
     session.close()
 
 

@@ -19,8 +19,7 @@ from megatron.swap.patches import compile_helpers, registry, te_weight_copies
 from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
 from megatron.swap.trainer import prepare as preparation
 from megatron.swap.trainer.command_line import swap_config
-from megatron.swap.trainer.session import SwapSession
-from megatron.swap.trainer.upstream import patches_of
+from megatron.swap.trainer.session import SwapSession, patches_of
 from tests.unit.trainer.test_session import arguments
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
@@ -89,7 +88,7 @@ def files(patches: Sequence[Patch]) -> set[str]:
 def test_what_a_run_needs(flags: str, kinds: tuple[str, ...], needs: set[str], optional: set[str]) -> None:
     args = arguments(*flags.split())
     patches = patches_of(MegatronFacts.of(vars(args)), swap_config(args), kinds, SimpleNamespace(**dict.fromkeys(
-        ("on_begin", "on_finish", "on_iteration", "on_main_param_created", "on_optimizer_built")
+        ("hints", "on_begin", "on_finish", "on_iteration", "on_main_param_created", "on_optimizer_built")
     )))  # type: ignore[arg-type]  # fmt: skip
     assert (files(patches.needs), files(patches.optional)) == (needs, optional)
     assert all(patch.feature for patch in patches.optional)
