@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.swap.autotune.state_machine import (
+from megatron.swap.common.plan import Plan, PlanClass, Predicted, SitePlan
+from megatron.swap.planning.state_machine import (
     RECORDED_STEPS,
     SETTLING_STEPS,
     TIMED_STEPS,
@@ -16,8 +17,7 @@ from megatron.swap.autotune.state_machine import (
     StateMachine,
     Transition,
 )
-from megatron.swap.autotune.workload import Step, Workload
-from megatron.swap.common.plan import Plan, PlanClass, Predicted, SitePlan
+from megatron.swap.planning.workload import Step, Workload
 from tests.unit.planner.cases import model
 
 BUDGET_GIB = 10.0

@@ -1,6 +1,6 @@
 """The trainer, in whose planner one rank has an error: ``--planted solve 1``, as the last flags.
 
-The first word says where: a function that ``megatron.swap.autotune`` calls while it makes plans. The second one is the
+The first word says where: a function that ``megatron.swap.planning`` calls while it makes plans. The second one is the
 rank.
 """
 
@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import pretrain_gpt_swap as program
-from megatron.swap.autotune import pipeline_planner, workload_profiler
+from megatron.swap.planning import pipeline_planner, workload_profiler
 from megatron.swap.profiling.recorder import Recorder
 
 PLACES: dict[str, tuple[Any, str]] = {

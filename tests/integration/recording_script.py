@@ -18,12 +18,12 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from megatron.swap.autotune.switch import SafePolicy
 from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MIB, PRODUCERS
 from megatron.swap.megatron_lm.attention import sdpa_layer_spec
 from megatron.swap.planner.profile import Device, Link, Pipeline, save_profile
+from megatron.swap.planning.switch import SafePolicy
 from megatron.swap.profiling.profile_builder import build_profile
 from megatron.swap.trainer.session import SwapSession
 from pretrain_gpt_swap import forward_step, provide_datasets

@@ -61,7 +61,7 @@ def test_a_rank_whose_link_is_ten_times_slower(trainer: Trainer) -> None:
 WAITING = """
 import os, sys, time
 import torch
-from megatron.swap.autotune.consensus import Ranks
+from megatron.swap.planning.consensus import Ranks
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

@@ -40,7 +40,7 @@ def cut(get_batch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write_decisions() -> None:
-    from megatron.swap.autotune.state_machine import StateMachine
+    from megatron.swap.planning.state_machine import StateMachine
 
     step_ended = StateMachine.step_ended
     path = Path(f"decisions-{os.environ['RANK']}")

@@ -20,7 +20,7 @@ SWAP = ROOT / "megatron" / "swap"
 
 # Top to bottom; a module imports its own room and the rooms below. Each room's `__init__` says what it is for.
 ROOMS = (
-    "cli", "integrations", "dry", "trainer", "run", "megatron_lm", "models", "autotune", "reporting", "layers",
+    "cli", "integrations", "dry", "trainer", "run", "megatron_lm", "models", "planning", "reporting", "layers",
     "operators", "params", "tensor_swap", "optimizer", "engine", "profiling", "forecast", "planner", "memory",
     "devices", "native", "common",
     "patches",
@@ -31,7 +31,7 @@ PUBLIC_PATHS = {"arguments", "attention", "prepare", "session", "tensors", "type
 ONLY: dict[str, set[str]] = {
     "cli": {"dry", "forecast", "planner", "common"},
     "dry": {
-        "run", "models", "layers", "operators", "autotune", "engine", "profiling", "forecast", "planner", "memory",
+        "run", "models", "layers", "operators", "planning", "engine", "profiling", "forecast", "planner", "memory",
         "devices", "native", "common",
     },
     "integrations": {"run", "common"},
@@ -186,7 +186,7 @@ PLANTED = (
     ("common/records.py", "def late():\n    import megatron.swap.trainer.session", "imports upwards"),
     ("engine/policy.py", "from ..trainer.session import SwapSession", "imports upwards"),
     ("engine/order.py", "from megatron.swap import session", "megatron.swap.engine.order:"),
-    ("engine/handle.py", "if TYPE_CHECKING:\n    import megatron.swap.autotune.switch", "imports upwards"),
+    ("engine/handle.py", "if TYPE_CHECKING:\n    import megatron.swap.planning.switch", "imports upwards"),
     ("reporting/summary.py", "from megatron.swap.patches import registry", "patches are for"),
     ("engine/decider.py", "from megatron.swap.types import UsageError", "imports a public path"),
     ("run/steps.py", "import megatron.swap.integrations.slime", "imports upwards"),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.swap.autotune.switch import SwitchingPolicy
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB
 from megatron.swap.devices.base import Device, Stream
@@ -23,6 +22,7 @@ from megatron.swap.layers.learned import LearnedLayers
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 from megatron.swap.models.found_layers import layers_of
 from megatron.swap.models.plannable import take_over
+from megatron.swap.planning.switch import SwitchingPolicy
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.run.build import Machine, build
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass
@@ -20,6 +19,7 @@ from megatron.swap.engine.policy import ManualPolicy
 from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.models.plannable import refuse_unplannable
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
+from megatron.swap.planning.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.profiling.profile_builder import build_profile, trained_layers, with_recorded_times
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.recording import Recording

@@ -24,7 +24,6 @@ from megatron.core.optimizer.optimizer import (
     MixedPrecisionOptimizer,
 )
 
-from megatron.swap.autotune.training_steps import params_of
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm import scaled_state
 from megatron.swap.megatron_lm.quantized_params import (
@@ -36,6 +35,7 @@ from megatron.swap.megatron_lm.quantized_params import (
 from megatron.swap.optimizer.param_state import MAIN
 from megatron.swap.optimizer.partial_step import Table
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
+from megatron.swap.planning.training_steps import params_of
 
 # Classes of elementwise optimizers, which may step slices of parameters.
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})

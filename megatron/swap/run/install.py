@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.swap.autotune.training_steps import check_optimizer
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.spelling import INSTALL
@@ -21,6 +20,7 @@ from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.megatron_lm.optimizer_adapter import stepped_params
 from megatron.swap.megatron_lm.shared_patches import SHARED
 from megatron.swap.native.guarding import build_guard
+from megatron.swap.planning.training_steps import check_optimizer
 from megatron.swap.run.console import LogConsole
 from megatron.swap.run.run import Run
 from megatron.swap.run.run_device import RunDevice

@@ -6,9 +6,9 @@ from itertools import zip_longest
 
 from torch import nn
 
-from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.common.types import UsageError
 from megatron.swap.layers.learned import LearnedLayers
+from megatron.swap.planning.controller import AutoPlan
 
 
 def learn_order(layers: LearnedLayers, model: nn.Module, auto: AutoPlan, window_bytes: int | None) -> list[str]:

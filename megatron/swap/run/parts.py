@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.swap.autotune.target import PlanTarget
 from megatron.swap.common.settings import Settings
 from megatron.swap.engine.build import Engine
 from megatron.swap.engine.manager import SwapManager
@@ -14,6 +13,7 @@ from megatron.swap.layers.layers import Layers
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_budget import Reservation
 from megatron.swap.models.hints import ModelHints
+from megatron.swap.planning.target import PlanTarget
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.reporting.plan_run import PlanRun
 from megatron.swap.run.build import RealMachine

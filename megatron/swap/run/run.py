@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from megatron.swap.autotune.controller import AutoPlan
-from megatron.swap.autotune.target import RunParts
-from megatron.swap.autotune.training_steps import TrainingSteps, read_checks
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.settings import Settings
@@ -27,6 +24,9 @@ from megatron.swap.models.hints import ModelHints
 from megatron.swap.params.module_weights import WeightSwap
 from megatron.swap.planner.profile import OffloadedState
 from megatron.swap.planner.table import plan_heading, plan_table
+from megatron.swap.planning.controller import AutoPlan
+from megatron.swap.planning.target import RunParts
+from megatron.swap.planning.training_steps import TrainingSteps, read_checks
 from megatron.swap.profiling.profiler import Profiler
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.saved_tensor_hooks import is_traced

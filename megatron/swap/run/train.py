@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from megatron.swap.autotune.training_steps import check_optimizer
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.spelling import ACTIVATIONS, Spelling
@@ -21,6 +20,7 @@ from megatron.swap.models.hints import ModelHints
 from megatron.swap.models.plannable import refuse_unplannable
 from megatron.swap.params.module_weights import WeightSwap
 from megatron.swap.params.module_weights import weights as offload_weights
+from megatron.swap.planning.training_steps import check_optimizer
 from megatron.swap.run.console import Console, LogConsole
 from megatron.swap.run.run import Run
 from megatron.swap.run.run_device import RunDevice

@@ -9,7 +9,6 @@ from statistics import median
 import pytest
 from torch import nn
 
-from megatron.swap.autotune.switch import SafePolicy
 from megatron.swap.common.plan import LAYER_SECTION, Plan
 from megatron.swap.common.types import GIB, MIB, PRODUCERS, Action
 from megatron.swap.engine.policy import PlanPolicy, Policy
@@ -17,6 +16,7 @@ from megatron.swap.planner.assignment import scripts as layer_scripts
 from megatron.swap.planner.profile import Device, LayerClass, Link, Pipeline, Profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
+from megatron.swap.planning.switch import SafePolicy
 from megatron.swap.profiling.observer import Observer
 from megatron.swap.profiling.profile_builder import build_profile
 from megatron.swap.profiling.recording import Recording, What

@@ -14,11 +14,11 @@ import torch
 from megatron import swap
 from torch import nn
 
-from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.common.types import UsageError
 from megatron.swap.engine.layer_state import StateReader
 from megatron.swap.engine.run_snapshot import RunSnapshot
 from megatron.swap.layers import whole as of_whole
+from megatron.swap.planning.controller import AutoPlan
 from tests.plain_loop import WIDTH, Mlp, assert_equal, loss_of, mlps, rows, train
 from tests.planned_loop import QUIET, assert_planned, recompute_all
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn import functional as F
 
-from megatron.swap.autotune import workload_profiler
 from megatron.swap.common.types import Site
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
@@ -28,6 +27,7 @@ from megatron.swap.operators.kinds import Kind, kind_of
 from megatron.swap.operators.records import OperatorRecords, OperatorWatch
 from megatron.swap.operators.repeats import OperatorRepeats
 from megatron.swap.planner.profile import Link
+from megatron.swap.planning import workload_profiler
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
 from tests.unit.native.helpers import NEEDS_COMPILER

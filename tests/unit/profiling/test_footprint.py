@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.common.plan import Plan, PlanClass, SitePlan
 from megatron.swap.common.types import ACTIVATION, NORM
+from megatron.swap.planning.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.profiling.footprint import Footprint, FootprintMeter, LayerFootprint
 from megatron.swap.profiling.observer import Observer
 from tests.engine import TOKENS, Engine, batch, forward, loss_of, one_after_the_other, stack, train_step

@@ -15,7 +15,6 @@ from megatron import swap
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from megatron.swap.autotune import workload_profiler
 from megatron.swap.common.plan import Infeasible, load_plan
 from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
@@ -27,6 +26,7 @@ from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
 from megatron.swap.models.hints import ModelHints
 from megatron.swap.native.operator_following import load_operators
 from megatron.swap.planner.profile import Link
+from megatron.swap.planning import workload_profiler
 from megatron.swap.run import host_share
 from tests.plain_loop import (
     Cnn,

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from megatron.swap.autotune.change_detector import MAX_RECORDED_STEPS, ChangeDetector
-from megatron.swap.autotune.search import CandidateSearch, Trial, offload_note
-from megatron.swap.autotune.workload import DRIFT, Step, Workload
 from megatron.swap.common.plan import Infeasible, Plan
 from megatron.swap.common.types import GIB, format_bytes
 from megatron.swap.planner.solve import MAX_TIGHTENINGS, MAX_WIDENINGS, WIDENED_GAIN
+from megatron.swap.planning.change_detector import MAX_RECORDED_STEPS, ChangeDetector
+from megatron.swap.planning.search import CandidateSearch, Trial, offload_note
+from megatron.swap.planning.workload import DRIFT, Step, Workload
 
 RECORDED_STEPS = 2  # steps whose saved storages are recorded
 TIMED_STEPS = 3  # steps timed with no recording and no copies beside them; odd, since the median counts

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron.swap.autotune.workload import Step
 from megatron.swap.common.collectives import rank_and_world_size
 from megatron.swap.common.types import SwapError
+from megatron.swap.planning.workload import Step
 
 UNKNOWN_MS = float("inf")
 

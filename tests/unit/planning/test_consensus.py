@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.swap.autotune.consensus import RankError, Ranks
-from megatron.swap.autotune.workload import Step
+from megatron.swap.planning.consensus import RankError, Ranks
+from megatron.swap.planning.workload import Step
 
 STEP = Step(7, 30.0, 8.0, 4.0, 800.0, 3, 0.0)
 

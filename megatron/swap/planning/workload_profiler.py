@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from megatron.swap.autotune.consensus import Ranks
-from megatron.swap.autotune.target import PlanTarget, RunParts
-from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.types import GIB, OPERATOR, SwapError
 from megatron.swap.planner.host_time import WHOLE_LAYER
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
+from megatron.swap.planning.consensus import Ranks
+from megatron.swap.planning.target import PlanTarget, RunParts
+from megatron.swap.planning.workload import Step, Workload
 from megatron.swap.profiling.footprint import Footprint
 from megatron.swap.profiling.link_benchmark import measure_link, slowest_link
 from megatron.swap.profiling.profile_builder import build_profile, trained_layers, with_recorded_times

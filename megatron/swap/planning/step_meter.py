@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron.swap.autotune.target import PlanTarget, RunParts
-from megatron.swap.autotune.workload import DRIFT, Step, Workload
 from megatron.swap.common.types import GIB, MIB, UsageError, format_bytes
 from megatron.swap.devices.base import Device, Event, Mark
+from megatron.swap.planning.target import PlanTarget, RunParts
+from megatron.swap.planning.workload import DRIFT, Step, Workload
 from megatron.swap.profiling.footprint import Footprint
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.swap.autotune.consensus import Ranks
 from megatron.swap.common.plan import Infeasible, Plan, merged
 from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.solve import whole_layers
 from megatron.swap.planner.state_fraction import solve_fractions
+from megatron.swap.planning.consensus import Ranks
 
 
 class PipelinePlanner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.swap.autotune.workload import DRIFT, Step, Workload
+from megatron.swap.planning.workload import DRIFT, Step, Workload
 
 MAX_RECORDED_STEPS = 16
 """Most steps that are recorded while none is as large as the step for which recording began. Lengths may change in

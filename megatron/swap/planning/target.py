@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.swap.autotune.state_machine import SETTLING_STEPS, SearchLimits
-from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.common.plan import Model
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import MIB
@@ -17,6 +15,8 @@ from megatron.swap.layers.layers import Layers
 from megatron.swap.memory.tiers.base import Tier
 from megatron.swap.planner.profile import OffloadedState
 from megatron.swap.planner.schedule import most_micro_batches
+from megatron.swap.planning.state_machine import SETTLING_STEPS, SearchLimits
+from megatron.swap.planning.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder
 

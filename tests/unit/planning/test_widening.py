@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.swap.autotune.search import CandidateSearch
-from megatron.swap.autotune.state_machine import Stage
-from megatron.swap.autotune.workload import Workload
 from megatron.swap.common.plan import Infeasible, Plan
+from megatron.swap.planning.search import CandidateSearch
+from megatron.swap.planning.state_machine import Stage
+from megatron.swap.planning.workload import Workload
 from tests.staged_run import BUDGET_GIB, PROFILED, Run, a_plan, stable, three, until_stable
 
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.swap.autotune.change_detector import (
+from megatron.swap.common.plan import Infeasible, Plan
+from megatron.swap.planning.change_detector import (
     MAX_RECORDED_STEPS,
     OTHER_TENSORS,
     PATIENCE_SLOWER,
     PATIENCE_SMALLER,
 )
-from megatron.swap.autotune.state_machine import (
+from megatron.swap.planning.state_machine import (
     MAX_WIDENINGS,
     SETTLING_STEPS,
     TIMED_STEPS,
@@ -20,8 +21,7 @@ from megatron.swap.autotune.state_machine import (
     Stage,
     Transition,
 )
-from megatron.swap.autotune.workload import Step, Workload
-from megatron.swap.common.plan import Infeasible, Plan
+from megatron.swap.planning.workload import Step, Workload
 from tests.staged_run import BUDGET_GIB, PROFILED, RECORDED, Run, a_plan, stable, three, until_stable
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.autotune.pipeline_planner import PipelinePlanner
 from megatron.swap.planner.profile import LayerClass, Pipeline, Profile
 from megatron.swap.planner.solve import solve
+from megatron.swap.planning.pipeline_planner import PipelinePlanner
 from tests.unit.planner.cases import profile, site
 
 

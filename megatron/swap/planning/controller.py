@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import nn
 
-from megatron.swap.autotune.consensus import Ranks
-from megatron.swap.autotune.pipeline_planner import PipelinePlanner
-from megatron.swap.autotune.state_machine import Measurement, Stage, StateMachine, Transition
-from megatron.swap.autotune.step_meter import StepMeter
-from megatron.swap.autotune.target import PlanTarget, RunParts
-from megatron.swap.autotune.workload import Step, Workload
-from megatron.swap.autotune.workload_profiler import WorkloadProfiler
 from megatron.swap.common.plan import Plan, save_plan
 from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import GIB, SwapError, UsageError, format_bytes
 from megatron.swap.planner.profile import Profile, save_profile
 from megatron.swap.planner.simulate import with_measured_step
+from megatron.swap.planning.consensus import Ranks
+from megatron.swap.planning.pipeline_planner import PipelinePlanner
+from megatron.swap.planning.state_machine import Measurement, Stage, StateMachine, Transition
+from megatron.swap.planning.step_meter import StepMeter
+from megatron.swap.planning.target import PlanTarget, RunParts
+from megatron.swap.planning.workload import Step, Workload
+from megatron.swap.planning.workload_profiler import WorkloadProfiler
 
 FULL_BYTES = GIB // 2  # assumed excess of a step in which the device was full: the true excess is not known
 

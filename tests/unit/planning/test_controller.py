@@ -13,11 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.swap.autotune.controller import AutoPlan, PlanFiles
-from megatron.swap.autotune.state_machine import Stage, Transition
-from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
-from megatron.swap.autotune.target import PlanTarget, RunParts
-from megatron.swap.autotune.workload import Step
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Model, Plan, load_plan
 from megatron.swap.common.settings import Settings
@@ -29,6 +24,11 @@ from megatron.swap.engine.release_budget import ReleaseBudget
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.planner.profile import Link
 from megatron.swap.planner.solve import solve
+from megatron.swap.planning.controller import AutoPlan, PlanFiles
+from megatron.swap.planning.state_machine import Stage, Transition
+from megatron.swap.planning.switch import SafePolicy, SwitchingPolicy
+from megatron.swap.planning.target import PlanTarget, RunParts
+from megatron.swap.planning.workload import Step
 from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder
 from tests.engine import watch
