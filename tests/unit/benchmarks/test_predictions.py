@@ -29,6 +29,16 @@ def test_the_committed_predictions_are_kept() -> None:
     assert broken(RESULTS, rows) == []
 
 
+def test_a_prediction_of_a_point_is_that_of_its_plan() -> None:
+    folder = RESULTS / "plan-points"
+    for name, row in json.loads((folder / "predictions.json").read_text())["points"].items():
+        plan = load_plan(folder / f"{name}.json")
+        assert plan.predicted is not None
+        found = plan.budget_gib, plan.predicted.peak_gib, plan.predicted.step_ms, plan.offload_fraction
+        assert found == tuple(row[key] for key in ("budget_gib", "device_gib", "step_ms", "offload_fraction")), name
+        assert f"--swap-plan docs/results/plan-points/{name}.json" in row["command"]
+
+
 def test_committed_plans_are_plans_of_a_suite() -> None:
     named = {
         method.plan_file
