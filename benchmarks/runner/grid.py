@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from matplotlib.figure import Figure
 
 from benchmarks.rows import NOT_READY, Row
-from benchmarks.runner.launch import Child, Finished
+from benchmarks.runner.launch import Child
 from benchmarks.runner.program import INTERRUPTED, RUNS_LEFT
 from benchmarks.runner.request import NotReady, Request
 
@@ -40,14 +40,9 @@ class Item(Protocol):
 class Grid[One: Item](Protocol):
     """Runs to make, and what is known of those that were made."""
 
-    @property
-    def on_gpu(self) -> bool: ...
-
-    @property
-    def time_limit_s(self) -> float: ...
-
-    @property
-    def host_limit_gib(self) -> float | None: ...
+    on_gpu: bool
+    time_limit_s: float
+    host_limit_gib: float | None
 
     def todo(self) -> list[One]:
         """Return the open runs that are known. The first is made next."""
@@ -68,6 +63,7 @@ class Runner[One: Item]:
         self._grid = grid
         self._child: Child | None = None
         self._ahead: Child | None = None
+        self._is_timed = False
 
     def make(self, item: One, following: Sequence[One]) -> Run:
         """Make one run. `following`: those after it, as far as they are known."""
@@ -80,16 +76,24 @@ class Runner[One: Item]:
         with undisturbed():
             self._child, self._ahead = self._ahead or Child(request, on_gpu=self._grid.on_gpu), None
         self._child.say("go")
+        self._is_timed = False
         able = next((one for one in following if missing(one) is None), None)
         beyond = None if able is None else self._request(able)
         if isinstance(beyond, Request):
             with undisturbed():
                 self._ahead = Child(beyond, on_gpu=self._grid.on_gpu)
-        starter = _Starter(self._child, self._ahead)
-        finished = self._child.finish(self._grid.time_limit_s, self._grid.host_limit_gib, starter)
+        finished = self._child.finish(self._grid.time_limit_s, self._grid.host_limit_gib, self._start_timing)
         self._child.close()
         self._child = None
-        return _run(finished)
+        if finished.outcome != "ok":
+            return {"outcome": finished.outcome, "output_tail": finished.output_tail}
+        return {"outcome": "ok", **finished.result}
+
+    def _start_timing(self) -> None:
+        """Start the timed steps of the running process once the next process is quiet."""
+        if self._child is not None and not self._is_timed and (self._ahead is None or self._ahead.is_quiet()):
+            self._child.say("time")
+            self._is_timed = True
 
     def _request(self, item: One) -> Request | Run:
         """Return the request of a run; for a run that cannot be made, its result with the reason."""
@@ -104,24 +108,6 @@ class Runner[One: Item]:
         for process in (self._child, self._ahead):
             if process is not None:
                 process.close()
-
-
-class _Starter:
-    """Start the timed steps of the running process once the next process is quiet."""
-
-    def __init__(self, child: Child, ahead: Child | None) -> None:
-        self._child, self._ahead, self._has_started = child, ahead, False
-
-    def __call__(self) -> None:
-        if not self._has_started and (self._ahead is None or self._ahead.is_quiet()):
-            self._child.say("time")
-            self._has_started = True
-
-
-def _run(finished: Finished) -> Run:
-    if finished.outcome != "ok":
-        return {"outcome": finished.outcome, "output_tail": finished.output_tail}
-    return {"outcome": "ok", **finished.result}
 
 
 def missing(item: Item) -> str | None:

@@ -27,7 +27,7 @@ from benchmarks.runner.program import add_options, check_options, guarded, new_p
 from benchmarks.store import check_beside, locked
 from benchmarks.suites.picture import draw, draw_saved
 from benchmarks.suites.results import SuiteResults
-from benchmarks.suites.suite import Suite, SuiteError, find_suite, load_suite, suite_names
+from benchmarks.suites.suite import Suite, SuiteError, load_suite, suite_names
 from benchmarks.suites.table import counts_saved, markdown
 
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, command: str) -> int:
     """Run the chosen part of a suite, write its table and picture, and return the exit status."""
-    suite = load_suite(find_suite(options.suite))
+    suite = load_suite(options.suite)
     chosen = suite.chosen(options.case, options.method, options.rounds)
     if options.list:
         show(chosen)

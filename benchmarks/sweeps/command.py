@@ -30,7 +30,7 @@ from benchmarks.suites.toml_file import SuiteError
 from benchmarks.sweeps.forecast import Tiers
 from benchmarks.sweeps.picture import draw
 from benchmarks.sweeps.results import Scene, SweepResults
-from benchmarks.sweeps.sweep import Sweep, find_sweep, load_sweep, sweep_names
+from benchmarks.sweeps.sweep import Sweep, load_sweep, sweep_names
 from benchmarks.sweeps.table import markdown, short
 from megatron.swap.common.types import format_bytes
 from megatron.swap.forecast.gpus import GPUS, find_gpu, gpu_of
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, command: str) -> int:
     """Search with the chosen methods of a sweep, write its table and picture, and return the exit status."""
-    sweep = load_sweep(find_sweep(options.sweep))
+    sweep = load_sweep(options.sweep)
     methods = sweep.chosen(options.method).methods
     if options.list:
         show(sweep, methods)
