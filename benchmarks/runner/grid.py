@@ -55,6 +55,8 @@ class Grid[One: Item](Protocol):
     def add(self, item: One, run: Run, seconds: float) -> str:
         """Store a run, and return it as a line."""
 
+    def rows(self) -> list[Row]: ...
+
 
 class Runner[One: Item]:
     """Makes runs of a grid, and starts the process of the next one ahead."""
@@ -158,31 +160,33 @@ def measure[One: Item](
     return True
 
 
-def run_grid[One: Item](grid: Grid[One], time_limit_s: float | None) -> int:
-    """Make the open runs of a grid and return the exit status so far. Ctrl-C ends the runs, not the program."""
+def run_grid[One: Item](
+    grid: Grid[One], output: Path, time_limit_s: float | None, page: Callable[[list[Row]], str],
+    draw: Callable[[list[Row]], Figure | None], bad: Collection[str],
+) -> int:  # fmt: skip
+    """Make the open runs of a grid, write table and picture beside its result file, and return the exit status.
+
+    Ctrl-C ends the runs, not the program. Failed runs are printed, as are those with one of the outcomes `bad`.
+    """
+    status = 0
     try:
-        if measure(grid, time_limit_s):
-            return 0
-        print("time is up: continue with --resume", flush=True)
-        return RUNS_LEFT
+        if not measure(grid, time_limit_s):
+            print("time is up: continue with --resume", flush=True)
+            status = RUNS_LEFT
     except KeyboardInterrupt:
         print("interrupted: finished runs are kept, continue with --resume", flush=True)
-        return INTERRUPTED
-
-
-def write_pages(output: Path, page: str, draw: Callable[[], Figure] | None) -> None:
-    """Write the table and the picture beside the result file `output`, and print the table and the paths."""
-    written = [output, output.with_suffix(".md")]
-    written[1].write_text(page)
-    if draw is not None:
-        written.append(output.with_suffix(".png"))
-        draw().savefig(written[-1])
-    print(f"{page}\nwritten: {', '.join(map(str, written))}", flush=True)
-
-
-def print_failed(rows: Sequence[Row], outcomes: Collection[str]) -> bool:
-    """Print the failed runs and those with one of the `outcomes`; return whether there are any."""
-    failed = [row for row in rows if row["outcome"] in outcomes or row["outcome"].startswith("failed")]
+        status = INTERRUPTED
+    rows = grid.rows()
+    if rows:
+        text, written = page(rows), [output, output.with_suffix(".md")]
+        written[1].write_text(text)
+        if (figure := draw(rows)) is not None:
+            written.append(output.with_suffix(".png"))
+            figure.savefig(written[-1])
+        print(f"{text}\nwritten: {', '.join(map(str, written))}", flush=True)
+    if status:
+        return status
+    failed = [row for row in rows if row["outcome"] in bad or row["outcome"].startswith("failed")]
     for row in failed:
         print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
-    return bool(failed)
+    return int(bool(failed))

@@ -57,11 +57,6 @@ class Meter:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
-def read_samples(path: Path) -> list[Metrics]:
-    """Return the samples that a meter has written."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def changes(samples: Sequence[Metrics], cycle: int) -> list[dict[str, Any]]:
     """Return the largest change of each metric from the middle third of a run to the last, and whether it is flat.
 

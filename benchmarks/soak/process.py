@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.runner.launch import CPU_ENVIRONMENT, LONE_RANK
-from benchmarks.soak.meters import Metrics, changes, curve, read_samples
+from benchmarks.soak.meters import Metrics, changes, curve
 
 CPU = {**CPU_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
 PLAIN = "--swap-layers none"
@@ -67,7 +67,8 @@ def run_beside(
     found: dict[str, tuple[dict[str, Any], list[Metrics]]] = {}
     for name in given:
         result = json.loads((folder / name / "result").read_text())
-        found[name] = {**result, "seconds": seconds[name]}, read_samples(folder / name / "samples")
+        samples = [json.loads(line) for line in (folder / name / "samples").read_text().splitlines()]
+        found[name] = {**result, "seconds": seconds[name]}, samples
     return found
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runner.planning import last_value
 from benchmarks.runner.program import ChoiceError
 from megatron.swap.common.records import read_text
 
@@ -88,11 +88,10 @@ def environment(table: Table) -> dict[str, str]:
 
 
 def value_of(where: str, words: Sequence[str], flag: str) -> str:
-    """Return the last value of a flag, which is the one that Megatron's parser takes."""
-    values = [value for name, value in itertools.pairwise(words) if name == flag]
-    if not values:
+    value = last_value(words, flag)
+    if value is None:
         raise SuiteError(f"{where}: the flags have no {flag}")
-    return values[-1]
+    return value
 
 
 def number(where: str, words: Sequence[str], flag: str) -> int:
