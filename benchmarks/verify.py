@@ -90,12 +90,7 @@ class VerifyError(ChoiceError):
 
 
 class Verifier:
-    """Make training runs with the options of the command line.
-
-    Args:
-        options: of the command line.
-        facts: `versions`, `machine`, `commit` and `link` (GB/s of each direction, measured on this machine).
-    """
+    """Make training runs with the options of the command line. ``facts``: of this machine."""
 
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self.options = options
