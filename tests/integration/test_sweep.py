@@ -30,7 +30,7 @@ def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     sweep, output = tmp_path / "small.toml", tmp_path / "rows.jsonl"
     sweep.write_text(f'{content}[methods]\nnone = "none"\n')
     # A little less than the state of eight layers takes: the memory model is not sure enough to leave that run out.
-    host_gib = 8 * load_sweep(sweep).trial("none", 1, Tiers(None, 8.0, 0.0), None).params / GIB / (1 + MARGIN / 2)
+    host_gib = 8 * load_sweep(str(sweep)).trial("none", 1, Tiers(None, 8.0, 0.0), None).params / GIB / (1 + MARGIN / 2)
     ours = f"ours --swap-optimizer 1 --swap-host-gib {host_gib:.6f} --swap-host-unchecked"
     methods = f'none = "none"\nours-host = "{ours}"\nours-layers = "ours --swap-layers all"\n'
     sweep.write_text(f"{content}[methods]\n{methods}")
