@@ -5,8 +5,7 @@
 - ``traces``: whether every copy ran in order; Perfetto draws.
 - ``report``: the pages, from docs/results alone.
 - ``verify``, ``faults``, ``soak``: equality to the bit, planted faults, long runs.
-- ``any_model``, ``lora``, ``trainer``, ``weights_inference``, ``checks``: loops of ``training_loop`` that print one row
-  each. ``plan_points``, ``frameworks`` and ``pinned_memory`` measure commands and copies.
+- ``pinned_memory``: the speed of reserving host memory, and of copies.
 
 Rows have a schema (``rows``) and a file that grows and resumes (``store``). ``flags`` and ``names`` read a row's flags;
 ``table`` and ``pictures`` show rows.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.rows import Row, RowError
-from benchmarks.runner.planning import plan_file, searches
+from benchmarks.runner.planning import last_value, plan_file, searches
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ def _words(flags: str) -> tuple[str, ...]:
 
 def value(row: Row, flag: str) -> str | None:
     """Return the last value of a flag, which is the one that Megatron's parser takes."""
-    words = _words(row["flags"])
-    found = [after for word, after in itertools.pairwise(words) if word == flag]
-    return found[-1] if found else None
+    return last_value(_words(row["flags"]), flag)
 
 
 def shape(row: Row) -> Shape:
@@ -62,17 +60,8 @@ def swapped_layers(row: Row) -> str | None:
     return None if layers == "none" else layers
 
 
-def swapped_modules(row: Row) -> str | None:
-    """Return the modules of ``--swap-modules``; ``None``: whole layers are swapped."""
-    return _words_after(row, "--swap-modules")
-
-
-def recomputed_sites(row: Row) -> str | None:
-    """Return the sites of ``--swap-recompute``; ``None``: no site is recomputed."""
-    return _words_after(row, "--swap-recompute")
-
-
-def _words_after(row: Row, flag: str) -> str | None:
+def words_after(row: Row, flag: str) -> str | None:
+    """Return the values of a flag that takes several; ``None``: it is not given."""
     words = _words(row["flags"])
     if flag not in words:
         return None
@@ -99,7 +88,8 @@ def is_guarded(row: Row) -> bool:
 
 def is_ours(row: Row) -> bool:
     """Return whether the run uses a feature of Megatron Swap."""
-    has_activation_plan = swapped_layers(row) is not None or recomputed_sites(row) is not None or is_planned(row)
+    recomputes = words_after(row, "--swap-recompute") is not None
+    has_activation_plan = recomputes or swapped_layers(row) is not None or is_planned(row)
     return has_activation_plan or swaps_optimizer(row) or is_guarded(row)
 
 

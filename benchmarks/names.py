@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.flags import recomputed_sites, swapped_layers, swapped_modules, value
+from benchmarks.flags import swapped_layers, value, words_after
 from benchmarks.rows import Row
 
 BASELINES = {
@@ -95,9 +95,9 @@ def _ours(row: Row) -> str:
         parts.append(f"{'plan file' if is_plan_file(row) else 'auto'}, {gib(budget)} GiB")
     if (layers := swapped_layers(row)) is not None:
         which = "all layers" if layers == "all" else f"layers {layers}"
-        modules = swapped_modules(row)
+        modules = words_after(row, "--swap-modules")
         parts.append(f"{modules.replace('self_attention', 'attention')} of {which}" if modules else which)
-    if (sites := recomputed_sites(row)) is not None:
+    if (sites := words_after(row, "--swap-recompute")) is not None:
         parts.append(f"recompute {sites.replace(' ', ', ')}")
     if (fraction := value(row, "--swap-optimizer")) is not None:
         share = "optimizer state auto" if fraction == "auto" else f"{float(fraction):.0%} of optimizer state"

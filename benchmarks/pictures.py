@@ -19,13 +19,7 @@ DIGEST = "Digest"
 
 
 class Picture:
-    """A ``.png`` file and how to draw it.
-
-    Args:
-        path: of the file.
-        shown: all values that the picture depends on, as plain JSON.
-        draw: makes the figure.
-    """
+    """A ``.png`` file and how to draw it. ``shown``: all values that it depends on, as plain JSON."""
 
     def __init__(self, path: Path, shown: Any, draw: Callable[[], Figure]) -> None:
         self.path = path

@@ -85,17 +85,8 @@ USUAL = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": ["tp2-sp"
 NOTHING, EVERYTHING = "--swap-layers none", "--swap-layers all"
 
 
-class VerifyError(ChoiceError):
-    """The machine cannot verify what the options ask for; the message gives the reason."""
-
-
 class Verifier:
-    """Make training runs with the options of the command line.
-
-    Args:
-        options: of the command line.
-        facts: `versions`, `machine`, `commit` and `link` (GB/s of each direction, measured on this machine).
-    """
+    """Make training runs with the options of the command line. ``facts``: of this machine."""
 
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self.options = options
@@ -200,11 +191,11 @@ def overhead(verifier: Verifier) -> Iterator[Row]:
     """Measure step times and peaks: no layer swapped, all layers, and as many as forward hides.
 
     Raises:
-        VerifyError: there is no GPU.
+        ChoiceError: there is no GPU.
     """
     options, link = verifier.options, verifier.link
     if not verifier.on_gpu:
-        raise VerifyError("overhead needs a GPU: step times of the emulation mean nothing")
+        raise ChoiceError("overhead needs a GPU: step times of the emulation mean nothing")
     for case in options.case:
         words = SHAPES[case].split()
         num_layers, batch = (int(words[words.index(flag) + 1]) for flag in ("--num-layers", "--micro-batch-size"))
@@ -233,16 +224,16 @@ def verify(options: argparse.Namespace, command: str) -> int:
 
     Raises:
         RowError: the output file does not hold rows.
-        VerifyError, MemoryHogError: this machine cannot do what the options ask for.
+        ChoiceError, MemoryHogError: this machine cannot do what the options ask for.
     """
     store = ResultStore(options.output, resume=True)  # first: a file without rows is refused before measuring
     num_earlier = len(store.rows)
     facts = machine.facts()
     if len(options.held_gib) > (num_gpus := facts["machine"]["num_gpus"]):
-        raise VerifyError(f"--held-gib has {len(options.held_gib)} figures, there are {num_gpus} GPUs")
+        raise ChoiceError(f"--held-gib has {len(options.held_gib)} figures, there are {num_gpus} GPUs")
     if facts["machine"]["gpu"] == "none" and options.what != "overhead" and "transformer_engine" in options.spec:
         small = "--case tiny" if options.what == "equality" else "--shape tiny"
-        raise VerifyError(
+        raise ChoiceError(
             f"{options.what} with --spec transformer_engine, the default, needs a GPU, and there is none. The "
             f"emulation runs --spec local {small}"
         )

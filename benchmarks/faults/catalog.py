@@ -106,9 +106,9 @@ def load_rooms(folder: Path = DEFINITIONS) -> list[Room]:
 
 
 def _room(path: Path) -> Room:
-    table = read_table(path)
-    faults = [_fault(Table(f"{path.name}: fault {n}", one)) for n, one in enumerate(table.take("fault", list), 1)]
-    room = Room(path.stem, _strings(table, "tests"), _strings(table, "equality"), tuple(faults))
+    name, table = read_table("room", str(path), path.parent)
+    faults = [_fault(Table(f"{table.path}: fault {n}", one)) for n, one in enumerate(table.take("fault", list), 1)]
+    room = Room(name, _strings(table, "tests"), _strings(table, "equality"), tuple(faults))
     table.refuse_rest()
     return room
 

@@ -8,7 +8,6 @@ whose tests do not end counts as caught. Not part of CI: it takes about an hour 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from benchmarks.faults.catalog import Fault, Room, load_rooms, select
 from benchmarks.faults.trial import BROKEN, CAUGHT, MISSED, TIMEOUT, Outcome, run_trial
-from benchmarks.machine import ROOT, facts
+from benchmarks.machine import ROOT, facts, now
 from benchmarks.rows import Row, RowError
 from benchmarks.store import ResultStore, StoreError, locked
 from benchmarks.suites.toml_file import SuiteError, check_names
@@ -175,5 +174,5 @@ def _faults(room: Room, faults: Sequence[Fault], arguments: argparse.Namespace) 
 
 def _add(store: ResultStore, row: Row, about: dict[str, Any]) -> None:
     """Add a row. It replaces the row of the same id."""
-    row = {**row, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **about}
+    row = {**row, "date": now(), **about}
     store.replace([*(one for one in store.rows if one["id"] != row["id"]), row])

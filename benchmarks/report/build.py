@@ -13,11 +13,9 @@ import jinja2
 from benchmarks import table
 from benchmarks.pictures import Picture
 from benchmarks.report import brief, guard, planner, profiles, soak, tables
-from benchmarks.report.cases import Case, Suite
+from benchmarks.report.cases import Case, Suite, SweepSection
 from benchmarks.report.predictions import broken
-from benchmarks.report.results import Results, read_results
-from benchmarks.report.selection import VERIFIED
-from benchmarks.report.sweeps import SweepSection
+from benchmarks.report.results import VERIFIED, Results, read_results
 from benchmarks.rows import Row, by_case, outcome
 from benchmarks.suites.picture import draw
 from benchmarks.suites.ranking import points

@@ -1,16 +1,20 @@
-"""The cases and suites of the benchmarks, as the pages show them."""
+"""Cases, suites and sweeps, as the pages show them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from benchmarks import names
 from benchmarks.flags import added, shape
 from benchmarks.pictures import Picture
+from benchmarks.report.profiles import anchor
 from benchmarks.rows import Row
 from benchmarks.suites import losses
-from benchmarks.table import listed
+from benchmarks.sweeps import table as sweep_table
+from benchmarks.sweeps.picture import draw
+from benchmarks.table import Table, listed
 
 
 @dataclass
@@ -77,3 +81,26 @@ class Suite:
             for method, by_flags in found.items()
             for more, (what, case) in by_flags.items()
         ]
+
+
+@dataclass(frozen=True)
+class SweepSection:
+    """One sweep in the report. ``folder``: of the picture."""
+
+    name: str
+    rows: list[Row]
+    folder: Path
+
+    @property
+    def axis(self) -> str:
+        return str(self.rows[0]["axis"])
+
+    @property
+    def table(self) -> Table:
+        return sweep_table.table(self.rows)
+
+    @property
+    def picture(self) -> Picture:
+        stops = [one.stopped_short for one in sweep_table.largest_by_method(self.rows)]
+        shown = [self.table.rows, stops, asdict(sweep_table.machine_limit(self.rows))]
+        return Picture(self.folder / f"{anchor(f'{self.name} sweep')}.png", shown, lambda: draw(self.rows))

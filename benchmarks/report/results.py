@@ -1,4 +1,4 @@
-"""Read docs/results."""
+"""Read docs/results, and choose the rows that count (the rule is written down in docs/dev/results.md)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import profiles
-from benchmarks.report.selection import VERIFIED, current
-from benchmarks.rows import Row, check_sweep_row, is_sweep, read_rows
+from benchmarks.rows import PRUNED, Row, check_sweep_row, is_sweep, read_rows
 
+VERIFIED = "prove-"
+"""Suites of tools/verify.py begin with this word. All of their rows count, because a command compares its own runs."""
 ASIDE = "again"
 """A result file with this word in its name repeats single runs on another day; it is left out of the report."""
 EXAMPLES = "h200-examples.json"
 PRINTED = re.compile(r"(\d+) ms a step, ([\d.]+) GiB of the GPU")
+
+
+def current(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of one file that count, in their order.
+
+    Of rows with the same suite, case, method and budget the last one counts: files list runs from the oldest to the
+    newest. A row that was not run (pruned) never replaces one that was.
+    """
+    chosen: dict[tuple[object, ...], int] = {}
+    for index, row in enumerate(rows):
+        if row["suite"].startswith(VERIFIED):
+            chosen[("verified", index)] = index
+            continue
+        key = (row["suite"], row["case"], row["method"], row.get("budget_gib"))
+        before = chosen.get(key)
+        if before is None or row["outcome"] != PRUNED or rows[before]["outcome"] == PRUNED:
+            chosen[key] = index
+    return [rows[index] for index in sorted(chosen.values())]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.flags import is_ours
-from benchmarks.report.selection import VERIFIED
+from benchmarks.report.results import VERIFIED
 from benchmarks.rows import COMPLETE, GIB, Row, outcome
 from benchmarks.table import ABSENT, Table, cell_gib, cell_number
 

@@ -13,6 +13,7 @@ import functools
 import importlib
 import json
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -71,7 +72,7 @@ def load(path: str) -> Any:
 
 
 def main() -> None:
-    request = Request.from_json(Path(sys.argv[1]).read_text())
+    request: Request = pickle.loads(Path(sys.argv[1]).read_bytes())
     result_path = Path(sys.argv[2])
     channel = Channel(int(sys.argv[3]) if len(sys.argv) > 3 else None)
     with tempfile.TemporaryDirectory(dir=result_path.parent) as folder:

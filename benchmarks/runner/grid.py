@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from matplotlib.figure import Figure
 
 from benchmarks.rows import NOT_READY, Row
-from benchmarks.runner.launch import Child, Finished
+from benchmarks.runner.launch import Child
 from benchmarks.runner.program import INTERRUPTED, RUNS_LEFT
 from benchmarks.runner.request import NotReady, Request
 
@@ -40,14 +40,9 @@ class Item(Protocol):
 class Grid[One: Item](Protocol):
     """Runs to make, and what is known of those that were made."""
 
-    @property
-    def on_gpu(self) -> bool: ...
-
-    @property
-    def time_limit_s(self) -> float: ...
-
-    @property
-    def host_limit_gib(self) -> float | None: ...
+    on_gpu: bool
+    time_limit_s: float
+    host_limit_gib: float | None
 
     def todo(self) -> list[One]:
         """Return the open runs that are known. The first is made next."""
@@ -60,6 +55,8 @@ class Grid[One: Item](Protocol):
     def add(self, item: One, run: Run, seconds: float) -> str:
         """Store a run, and return it as a line."""
 
+    def rows(self) -> list[Row]: ...
+
 
 class Runner[One: Item]:
     """Makes runs of a grid, and starts the process of the next one ahead."""
@@ -68,6 +65,7 @@ class Runner[One: Item]:
         self._grid = grid
         self._child: Child | None = None
         self._ahead: Child | None = None
+        self._is_timed = False
 
     def make(self, item: One, following: Sequence[One]) -> Run:
         """Make one run. `following`: those after it, as far as they are known."""
@@ -80,16 +78,24 @@ class Runner[One: Item]:
         with undisturbed():
             self._child, self._ahead = self._ahead or Child(request, on_gpu=self._grid.on_gpu), None
         self._child.say("go")
+        self._is_timed = False
         able = next((one for one in following if missing(one) is None), None)
         beyond = None if able is None else self._request(able)
         if isinstance(beyond, Request):
             with undisturbed():
                 self._ahead = Child(beyond, on_gpu=self._grid.on_gpu)
-        starter = _Starter(self._child, self._ahead)
-        finished = self._child.finish(self._grid.time_limit_s, self._grid.host_limit_gib, starter)
+        finished = self._child.finish(self._grid.time_limit_s, self._grid.host_limit_gib, self._start_timing)
         self._child.close()
         self._child = None
-        return _run(finished)
+        if finished.outcome != "ok":
+            return {"outcome": finished.outcome, "output_tail": finished.output_tail}
+        return {"outcome": "ok", **finished.result}
+
+    def _start_timing(self) -> None:
+        """Start the timed steps of the running process once the next process is quiet."""
+        if self._child is not None and not self._is_timed and (self._ahead is None or self._ahead.is_quiet()):
+            self._child.say("time")
+            self._is_timed = True
 
     def _request(self, item: One) -> Request | Run:
         """Return the request of a run; for a run that cannot be made, its result with the reason."""
@@ -104,24 +110,6 @@ class Runner[One: Item]:
         for process in (self._child, self._ahead):
             if process is not None:
                 process.close()
-
-
-class _Starter:
-    """Start the timed steps of the running process once the next process is quiet."""
-
-    def __init__(self, child: Child, ahead: Child | None) -> None:
-        self._child, self._ahead, self._has_started = child, ahead, False
-
-    def __call__(self) -> None:
-        if not self._has_started and (self._ahead is None or self._ahead.is_quiet()):
-            self._child.say("time")
-            self._has_started = True
-
-
-def _run(finished: Finished) -> Run:
-    if finished.outcome != "ok":
-        return {"outcome": finished.outcome, "output_tail": finished.output_tail}
-    return {"outcome": "ok", **finished.result}
 
 
 def missing(item: Item) -> str | None:
@@ -172,31 +160,33 @@ def measure[One: Item](
     return True
 
 
-def run_grid[One: Item](grid: Grid[One], time_limit_s: float | None) -> int:
-    """Make the open runs of a grid and return the exit status so far. Ctrl-C ends the runs, not the program."""
+def run_grid[One: Item](
+    grid: Grid[One], output: Path, time_limit_s: float | None, page: Callable[[list[Row]], str],
+    draw: Callable[[list[Row]], Figure | None], bad: Collection[str],
+) -> int:  # fmt: skip
+    """Make the open runs of a grid, write table and picture beside its result file, and return the exit status.
+
+    Ctrl-C ends the runs, not the program. Failed runs are printed, as are those with one of the outcomes `bad`.
+    """
+    status = 0
     try:
-        if measure(grid, time_limit_s):
-            return 0
-        print("time is up: continue with --resume", flush=True)
-        return RUNS_LEFT
+        if not measure(grid, time_limit_s):
+            print("time is up: continue with --resume", flush=True)
+            status = RUNS_LEFT
     except KeyboardInterrupt:
         print("interrupted: finished runs are kept, continue with --resume", flush=True)
-        return INTERRUPTED
-
-
-def write_pages(output: Path, page: str, draw: Callable[[], Figure] | None) -> None:
-    """Write the table and the picture beside the result file `output`, and print the table and the paths."""
-    written = [output, output.with_suffix(".md")]
-    written[1].write_text(page)
-    if draw is not None:
-        written.append(output.with_suffix(".png"))
-        draw().savefig(written[-1])
-    print(f"{page}\nwritten: {', '.join(map(str, written))}", flush=True)
-
-
-def print_failed(rows: Sequence[Row], outcomes: Collection[str]) -> bool:
-    """Print the failed runs and those with one of the `outcomes`; return whether there are any."""
-    failed = [row for row in rows if row["outcome"] in outcomes or row["outcome"].startswith("failed")]
+        status = INTERRUPTED
+    rows = grid.rows()
+    if rows:
+        text, written = page(rows), [output, output.with_suffix(".md")]
+        written[1].write_text(text)
+        if (figure := draw(rows)) is not None:
+            written.append(output.with_suffix(".png"))
+            figure.savefig(written[-1])
+        print(f"{text}\nwritten: {', '.join(map(str, written))}", flush=True)
+    if status:
+        return status
+    failed = [row for row in rows if row["outcome"] in bad or row["outcome"].startswith("failed")]
     for row in failed:
         print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
-    return bool(failed)
+    return int(bool(failed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -48,14 +49,14 @@ class Child:
         self.request = request
         self._closing = contextlib.ExitStack()
         folder, owner = self._closing.enter_context(own_folder("measured-run-"))
-        (folder / "request.json").write_text(request.to_json())
+        (folder / "request").write_bytes(pickle.dumps(request))
         self._result, self._log = folder / "result.json", folder / "log"
         self._stage = "starting"
         self._unread = b""
         self._channel: int | None = None
         self._quiet_by = time.monotonic() + READY_S
         self._why_stopped = ""
-        command = ["-m", "benchmarks.runner.child", str(folder / "request.json"), str(self._result)]
+        command = ["-m", "benchmarks.runner.child", str(folder / "request"), str(self._result)]
         passed: tuple[int, ...] = (owner,)  # while the run lives, nobody removes its folder
         env = {**(GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT), **os.environ, **request.env}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ PLAN_FLAG = "--swap-plan"
 SEARCHES = ("--swap-memory-gib", "--swap-memory-fraction")
 STABLE = "stable"
 NUMBERS = ("budget_gib", "predicted_peak_gib", "predicted_step_ms", "profile_sha256")
+
+
+def last_value(flags: Sequence[str], flag: str) -> str | None:
+    """Return the last value of a flag, which is the one that Megatron's parser takes; `None`: it is not given."""
+    return next((value for name, value in reversed([*itertools.pairwise(flags)]) if name == flag), None)
 
 
 def plan_file(flags: tuple[str, ...]) -> str | None:

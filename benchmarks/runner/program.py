@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.rows import RowError
@@ -62,7 +61,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
 
 def guarded(action: Callable[[], int]) -> int:
     """Return the exit status of `action`. An error is printed as one line. SIGTERM works like Ctrl-C."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return action()
     except (ChoiceError, RowError, StoreError, UsageError, MemoryHogError) as error:
@@ -71,7 +70,3 @@ def guarded(action: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted: finished runs are kept, continue with --resume", flush=True)
         return INTERRUPTED
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 class NotReady(Exception):
@@ -35,13 +33,3 @@ class Request:
     """Count the bytes of saved tensors, the only peak without a GPU (`--swap-summary`, whose hooks take host time)."""
     sequence_schedule: tuple[tuple[int, int], ...] = ()
     """Numbers of steps and their sequence lengths, repeated; empty: the length of `flags`."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Request:
-        fields: dict[str, Any] = json.loads(text)
-        fields.update({name: tuple(fields[name]) for name in ("flags", "requires")})
-        fields["sequence_schedule"] = tuple((steps, length) for steps, length in fields["sequence_schedule"])
-        return Request(**fields)

@@ -2,5 +2,5 @@
 
 Each case runs in a process of its own, with swapping and without. ``meters`` samples the process between steps and
 decides whether it is flat; ``trainer`` runs Megatron's trainer, ``loops`` runs loops of other people's shape around
-``swap.activations``. ``kills`` kills runs and trains on.
+``swap.activations``.
 """

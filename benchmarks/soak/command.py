@@ -46,7 +46,7 @@ def run_case(case: str, num_steps: int) -> dict[str, Any]:
             cycle, flags = loops.CYCLE, "swap.activations(model.blocks, min_mib=0)"
             given = {kind: [case, f"{num_steps}", kind] for kind in ("swapped", "plain")}
         module = trainer.__name__ if case in TRAINED else loops.__name__
-        found = run_beside(folder, owner, {kind: (module, words) for kind, words in given.items()})
+        found = run_beside(folder, owner, module, given)
     (swapped, samples), (plain, _) = found["swapped"], found["plain"]
     is_whole = len(swapped["losses"]) == len(plain["losses"]) == num_steps
     row = as_row(case, flags, cycle, swapped, plain, samples)

@@ -22,7 +22,7 @@ from benchmarks.soak import trainer
 from benchmarks.soak.command import is_good, line, write
 from benchmarks.soak.process import CPU, PLAIN, as_row, run_beside
 from benchmarks.soak.trainer import Job
-from benchmarks.suites.suite import Suite, find_suite, load_suite
+from benchmarks.suites.suite import Suite, load_suite
 from benchmarks.suites.toml_file import SuiteError
 from megatron.swap.common.leftovers import own_folder
 
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Suite]:
     add("--output", type=Path, help="also write the results as JSON, for docs/results")
     arguments = parser.parse_args(argv)
     try:
-        suite = load_suite(find_suite(arguments.suite)).chosen([arguments.case], [], None)
+        suite = load_suite(arguments.suite).chosen([arguments.case], [], None)
     except SuiteError as error:
         parser.error(str(error))
     (case,) = suite.cases
@@ -89,11 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
     }  # fmt: skip
     environment = {**GPU_ENVIRONMENT, **case.env} if suite.on_gpu else CPU
-    given = {
-        name: (trainer.__name__, [its_job.to_json(), *flags, *swap.split()]) for name, (swap, its_job) in runs.items()
-    }
+    given = {name: [its_job.to_json(), *flags, *swap.split()] for name, (swap, its_job) in runs.items()}
     with own_folder("swap-soak-") as (folder, owner):
-        found = run_beside(folder, owner, given, environment)
+        found = run_beside(folder, owner, trainer.__name__, given, environment)
     unswapped, _ = found.pop(UNSWAPPED)
     rows = []
     for name, (result, samples) in found.items():

@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,31 +57,10 @@ class Meter:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
-def read_samples(path: Path) -> list[Metrics]:
-    """Return the samples that a meter has written."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def changes(samples: Sequence[Metrics], cycle: int) -> list[dict[str, Any]]:
+    """Return the largest change of each metric from the middle third of a run to the last, and whether it is flat.
 
-
-@dataclass(frozen=True)
-class Change:
-    """The largest change of a metric from the middle third of a run to the last, among all phases of the cycle."""
-
-    metric: str
-    phase: int
-    middle: float
-    last: float
-    allowed: float
-
-    @property
-    def is_flat(self) -> bool:
-        return self.last - self.middle <= self.allowed
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "is_flat": self.is_flat}
-
-
-def changes(samples: Sequence[Metrics], cycle: int) -> list[Change]:
-    """Return the largest change of each metric. The medians of both thirds are compared at the same phase.
+    The medians of both thirds are compared at the same phase of the cycle.
 
     Raises:
         ValueError: a third has no sample of some phase.
@@ -90,9 +68,9 @@ def changes(samples: Sequence[Metrics], cycle: int) -> list[Change]:
     if samples[-1]["step"] < 3 * cycle:
         raise ValueError(f"{samples[-1]['step']} steps have no three cycles of {cycle}")
     thirds = _thirds(samples, cycle)
-    found: list[Change] = []
+    found = []
     for metric, tolerance in TOLERANCE.items():
-        of_metric: list[Change] = []
+        of_metric: list[dict[str, Any]] = []
         for phase in range(cycle):
             middle, last = (
                 [sample[metric] for sample in third if sample["step"] % cycle == phase and metric in sample]
@@ -103,14 +81,16 @@ def changes(samples: Sequence[Metrics], cycle: int) -> list[Change]:
             if not middle or not last:
                 raise ValueError(f"phase {phase} of {cycle} has no {metric} in a third of {len(samples)} steps")
             before, after = statistics.median(middle), statistics.median(last)
-            of_metric.append(Change(metric, phase, before, after, max(FRACTION * before, tolerance)))
+            allowed = max(FRACTION * before, tolerance)
+            of_metric.append({"metric": metric, "phase": phase, "middle": before, "last": after, "allowed": allowed})
         if of_metric:  # what an allocator holds is read on a GPU alone
-            found.append(max(of_metric, key=lambda change: (change.last - change.middle) - change.allowed))
+            most = max(of_metric, key=lambda change: (change["last"] - change["middle"]) - change["allowed"])
+            found.append({**most, "is_flat": most["last"] - most["middle"] <= most["allowed"]})
     return found
 
 
 def grown(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return those of a row's changes (``Change.to_json``) that are not flat."""
+    """Return those of a row's changes that are not flat."""
     return [change for change in row["changes"] if not change["is_flat"]]
 
 

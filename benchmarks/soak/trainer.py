@@ -69,12 +69,6 @@ def flags(num_steps: int, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def remove_old(folder: Path) -> None:
-    """Remove all checkpoints but the last two."""
-    for old in sorted(folder.glob("iter_*"))[:-NUM_KEPT_CHECKPOINTS]:
-        shutil.rmtree(old)
-
-
 def device_meters() -> dict[str, Callable[[], int]]:
     """Return functions that measure the device: bytes of live tensors, and on a GPU those that the allocator holds."""
     if torch.cuda.is_available():
@@ -117,7 +111,8 @@ def main(argv: Sequence[str]) -> None:
         nonlocal step
         if step:  # here the evaluation and the checkpoint of the step before are over, too
             if "--save" in rest:
-                remove_old(Path(rest[rest.index("--save") + 1]))
+                for old in sorted(Path(rest[rest.index("--save") + 1]).glob("iter_*"))[:-NUM_KEPT_CHECKPOINTS]:
+                    shutil.rmtree(old)
             meter.sample(step)
             if time.monotonic() >= end:
                 raise EnoughSteps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,27 +17,21 @@ def save_on_cpu(chunks: list[Any]) -> None:
         _around(chunk.decoder, lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
 
 
-def torchtune_offload(chunks: list[Any]) -> None:
+def torchtune_offload(chunks: list[Any], *, use_streams: bool = True) -> None:
     """Use torchtune's offloading as torchtune does: one context manager for all steps, entered for each forward."""
-    _torchtune(chunks, use_streams=True)
-
-
-def torchtune_offload_one_stream(chunks: list[Any]) -> None:
-    """Use torchtune's offloading without its copy stream.
-
-    With the copy stream, kernels may read overwritten memory: TransformerEngine's backward frees the saved tensors
-    (`clear_tensor_data`), and the next copy to the device reuses memory that torchtune had allocated on its copy
-    stream while kernels still read it.
-    """
-    _torchtune(chunks, use_streams=False)
-
-
-def _torchtune(chunks: list[Any], *, use_streams: bool) -> None:
     from torchtune.training import OffloadActivations  # type: ignore[import-not-found]
 
     for chunk in chunks:
         context = OffloadActivations(use_pin_memory=True, use_streams=use_streams)
         _around(chunk.decoder, itertools.repeat(context).__next__)
+
+
+torchtune_offload_one_stream = partial(torchtune_offload, use_streams=False)
+"""The same without torchtune's copy stream.
+
+With it, kernels may read overwritten memory: TransformerEngine's backward frees the saved tensors
+(`clear_tensor_data`), and the next copy to the device reuses memory that torchtune had allocated on its copy stream
+while kernels still read it."""
 
 
 def deepspeed_checkpoint(chunks: list[Any]) -> None:

@@ -39,13 +39,7 @@ def check(word: str) -> None:
 def resolved(flags: tuple[str, ...], memory: Memory | None, reference: str) -> tuple[str, ...]:
     """Replace relative budgets in the flags by GiB, rounded down.
 
-    Args:
-        flags: of a method.
-        memory: memory of the method ``reference``; ``None``: not measured.
-        reference: its name.
-
-    Raises:
-        NotReady: a budget is relative and ``memory`` is ``None``.
+    ``memory``: that of the method ``reference``; ``None``: not measured, and a relative budget is ``NotReady``.
     """
     return tuple(_resolved(word, memory, reference) if is_relative(word) else word for word in flags)
 

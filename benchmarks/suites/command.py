@@ -17,17 +17,18 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from benchmarks import machine
-from benchmarks.rows import NOT_READY, NOT_STABLE, peak_gib
-from benchmarks.runner.grid import print_failed, run_grid, write_pages
+from benchmarks.rows import NOT_READY, NOT_STABLE, Row, peak_gib
+from benchmarks.runner.grid import run_grid
 from benchmarks.runner.program import add_options, check_options, guarded, new_parser
 from benchmarks.store import check_beside, locked
 from benchmarks.suites.picture import draw, draw_saved
 from benchmarks.suites.results import SuiteResults
-from benchmarks.suites.suite import Suite, SuiteError, find_suite, load_suite, suite_names
+from benchmarks.suites.suite import Suite, SuiteError, load_suite, suite_names
 from benchmarks.suites.table import counts_saved, markdown
 
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, command: str) -> int:
     """Run the chosen part of a suite, write its table and picture, and return the exit status."""
-    suite = load_suite(find_suite(options.suite))
+    suite = load_suite(options.suite)
     chosen = suite.chosen(options.case, options.method, options.rounds)
     if options.list:
         show(chosen)
@@ -61,12 +62,14 @@ def run(options: argparse.Namespace, command: str) -> int:
             raise SuiteError(f"suite {suite.name} needs a GPU, and there is none; --suite quick runs on the CPU")
         results = SuiteResults(suite, chosen, options.output, facts, command, resume=options.resume)
         print(f"{suite.name}: {results.num_left()} runs to do, into {options.output}", flush=True)
-        status = run_grid(results, options.time_limit_s)
-        rows = results.rows()
-        if rows:
-            drawn = partial(draw_saved if counts_saved(rows) else draw, rows)
-            write_pages(options.output, markdown(rows), drawn if any(map(peak_gib, rows)) else None)
-        return status or int(print_failed(rows, ("timeout", NOT_READY, NOT_STABLE)))
+        bad = ("timeout", NOT_READY, NOT_STABLE)
+        return run_grid(results, options.output, options.time_limit_s, markdown, drawn, bad)
+
+
+def drawn(rows: Sequence[Row]) -> Figure | None:
+    if not any(map(peak_gib, rows)):
+        return None
+    return draw_saved(rows) if counts_saved(rows) else draw(rows)
 
 
 def show(suite: Suite) -> None:

@@ -52,13 +52,7 @@ class Item:
 class SuiteResults:
     """The runs of a suite and their rows; every run is stored as soon as it ends.
 
-    Args:
-        suite: the whole suite.
-        chosen: the part that this program runs.
-        path: the result file; with `resume` the runs in it are kept and not repeated.
-        facts: `versions`, `machine`, `commit`, `link`.
-        command: this program's command line.
-        resume: continue the file.
+    ``chosen``: the part of ``suite`` that this program runs; with ``resume`` the runs in the file are not repeated.
 
     Raises:
         StoreError: the file exists without `resume`, or is of another suite, commit, machine or flags.

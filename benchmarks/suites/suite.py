@@ -15,16 +15,7 @@ from benchmarks.runner.schedule import length_at
 from benchmarks.suites.budgets import Memory, resolved
 from benchmarks.suites.losses import REPEAT
 from benchmarks.suites.methods import Method, parse_method
-from benchmarks.suites.toml_file import (
-    SuiteError,
-    Table,
-    check_names,
-    environment,
-    file_names,
-    find_file,
-    number,
-    read_table,
-)
+from benchmarks.suites.toml_file import SuiteError, Table, check_names, environment, file_names, number, read_table
 
 SUITES = Path(__file__).with_name("definitions")
 DEVICES = ("cpu", "gpu")
@@ -124,21 +115,18 @@ def suite_names() -> list[str]:
     return file_names(SUITES)
 
 
-def find_suite(name: str) -> Path:
-    return find_file("suite", name, SUITES)
-
-
-def load_suite(path: Path) -> Suite:
-    """Read and check a suite.
+def load_suite(given: str) -> Suite:
+    """Read and check a suite. ``given``: its name, or the path of a .toml file.
 
     Raises:
-        SuiteError: not TOML, a missing or unknown key, a value of another type, a method that cannot be built.
+        SuiteError: there is no such file, it is not TOML, a key is missing, unknown or of another type, or a method
+            cannot be built.
     """
-    top = read_table(path)
+    name, top = read_table("suite", given, SUITES)
     device = top.choose("device", DEVICES)
     peak = top.choose("peak", PEAKS, default="saved" if device == "cpu" else "allocated")
     if device == "cpu" and peak != "saved":
-        raise SuiteError(f"{path.name}: peak = {peak!r} needs a GPU; with device = 'cpu' saved tensors are counted")
+        raise SuiteError(f"{top.path}: peak = {peak!r} needs a GPU; with device = 'cpu' saved tensors are counted")
     timing = {key: top.take(key, int, least=least) for key, least in TIMING.items()}
     common = _Common(
         flags=top.take("flags", str),
@@ -152,9 +140,9 @@ def load_suite(path: Path) -> Suite:
     )
     cases = [_case(name, top.table("cases").table(name), common) for name in top.table("cases").content]
     if not cases:
-        raise SuiteError(f"{path.name}: no [cases.NAME]")
+        raise SuiteError(f"{top.path}: no [cases.NAME]")
     suite = Suite(
-        name=path.stem,
+        name=name,
         description=top.take("description", str),
         on_gpu=common.on_gpu,
         time_limit_s=top.take("time_limit_s", int, least=1),

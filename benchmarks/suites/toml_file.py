@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runner.planning import last_value
 from benchmarks.runner.program import ChoiceError
 from megatron.swap.common.records import read_text
 
@@ -23,27 +23,20 @@ def file_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.toml"))
 
 
-def find_file(kind: str, name: str, folder: Path) -> Path:
-    """Return a file of the folder by its name, or any file by its path. ``kind``: ``suite`` or ``sweep``.
+def read_table(kind: str, given: str, folder: Path) -> tuple[str, Table]:
+    """Read a file of the folder by its name, or any file by its path; return name and content.
+
+    ``kind``: of the file, for messages: ``suite``, ``sweep`` or ``room``.
 
     Raises:
-        SuiteError: there is no such file.
+        SuiteError: there is no such file, it cannot be read, or it is not TOML.
     """
-    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    path = Path(given) if given.endswith(".toml") else folder / f"{given}.toml"
     if not path.is_file():
         names = ", ".join(file_names(folder))
-        raise SuiteError(f"--{kind} {name}: no such {kind}; there are {names}, or give a .toml file")
-    return path
-
-
-def read_table(path: Path) -> Table:
-    """Read the whole file.
-
-    Raises:
-        SuiteError: the file cannot be read, or is not TOML.
-    """
+        raise SuiteError(f"--{kind} {given}: no such {kind}; there are {names}, or give a .toml file")
     try:
-        return Table(path.name, tomllib.loads(read_text(path)))
+        return path.stem, Table(path.name, tomllib.loads(read_text(path)))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path.name}: not TOML: {error}") from error
 
@@ -95,11 +88,10 @@ def environment(table: Table) -> dict[str, str]:
 
 
 def value_of(where: str, words: Sequence[str], flag: str) -> str:
-    """Return the last value of a flag, which is the one that Megatron's parser takes."""
-    values = [value for name, value in itertools.pairwise(words) if name == flag]
-    if not values:
+    value = last_value(words, flag)
+    if value is None:
         raise SuiteError(f"{where}: the flags have no {flag}")
-    return values[-1]
+    return value
 
 
 def number(where: str, words: Sequence[str], flag: str) -> int:

@@ -18,19 +18,18 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.rows import GIB, NOT_FALLING, NOT_STABLE, TIERS
-from benchmarks.runner.grid import print_failed, run_grid, write_pages
+from benchmarks.runner.grid import run_grid
 from benchmarks.runner.program import add_options, check_options, guarded, new_parser
 from benchmarks.store import check_beside, locked
 from benchmarks.suites.toml_file import SuiteError
 from benchmarks.sweeps.forecast import Tiers
 from benchmarks.sweeps.picture import draw
 from benchmarks.sweeps.results import Scene, SweepResults
-from benchmarks.sweeps.sweep import Sweep, find_sweep, load_sweep, sweep_names
+from benchmarks.sweeps.sweep import Sweep, load_sweep, sweep_names
 from benchmarks.sweeps.table import markdown, short
 from megatron.swap.common.types import format_bytes
 from megatron.swap.forecast.gpus import GPUS, find_gpu, gpu_of
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, command: str) -> int:
     """Search with the chosen methods of a sweep, write its table and picture, and return the exit status."""
-    sweep = load_sweep(find_sweep(options.sweep))
+    sweep = load_sweep(options.sweep)
     methods = sweep.chosen(options.method).methods
     if options.list:
         show(sweep, methods)
@@ -71,11 +70,8 @@ def run(options: argparse.Namespace, command: str) -> int:
     with locked(options.output):
         results = SweepResults(sweep, methods, options.output, scene(sweep, None, command), resume=options.resume)
         print(f"{sweep.name}: about {results.num_left()} runs, into {options.output}", flush=True)
-        status = run_grid(results, options.time_limit_s)
-        rows = results.rows()
-        if rows:
-            write_pages(options.output, markdown(rows), partial(draw, rows))
-        return status or int(print_failed(rows, ("timeout", NOT_FALLING, NOT_STABLE)))
+        bad = ("timeout", NOT_FALLING, NOT_STABLE)
+        return run_grid(results, options.output, options.time_limit_s, markdown, draw, bad)
 
 
 def show(sweep: Sweep, methods: dict[str, str]) -> None:

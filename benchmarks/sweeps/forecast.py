@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from benchmarks.runner.planning import plan_file, searches
+from benchmarks.runner.planning import last_value, plan_file, searches
 from benchmarks.sweeps.plans import plan_of, with_mlp_section
 from megatron.swap.common.plan import Infeasible, Model, load_plan
 from megatron.swap.common.settings import USUAL_FRACTION
@@ -282,7 +281,7 @@ def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[
         return None
     if plan is None or plan.model != training.model:
         return None
-    is_ours = in_buckets or path is not None or _value(flags, "--swap-layers") not in (None, "none")
+    is_ours = in_buckets or path is not None or last_value(flags, "--swap-layers") not in (None, "none")
     prediction = simulate(with_mlp_section(profile if is_ours else with_megatrons_loss(profile)), plan)
     return prediction.peak_gib - profile.static_gib, prediction.host_gib
 
@@ -296,18 +295,13 @@ def _without(flags: Sequence[str], flag: str) -> list[str]:
     return words
 
 
-def _value(flags: Sequence[str], flag: str) -> str | None:
-    """Return the last value of a flag, which is the one that the trainer takes."""
-    return next((value for name, value in reversed(list(itertools.pairwise(flags))) if name == flag), None)
-
-
 def _offloaded(flags: Sequence[str]) -> float:
     """Return the fraction of optimizer state that Megatron's own offload keeps in host memory."""
     return _number(flags, "--optimizer-offload-fraction", 1.0) if "--optimizer-cpu-offload" in flags else 0.0
 
 
 def _number(flags: Sequence[str], flag: str, default: float) -> float:
-    value = _value(flags, flag)
+    value = last_value(flags, flag)
     try:
         return default if value is None else float(value)
     except ValueError as error:
@@ -331,7 +325,7 @@ def room_of(flags: Sequence[str], tiers: Tiers) -> Tiers:
 
 def disk_folder(flags: Sequence[str]) -> Path | None:
     """Return the folder of `--swap-disk-dir`; `None`: the flag is not given."""
-    folder = _value(_apart(flags), "--swap-disk-dir")
+    folder = last_value(_apart(flags), "--swap-disk-dir")
     return None if folder is None else Path(folder)
 
 

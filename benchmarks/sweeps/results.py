@@ -55,12 +55,7 @@ class Scene:
 class SweepResults:
     """The rows of a sweep, stored as runs end, and the runs that are left.
 
-    Args:
-        sweep: the whole sweep.
-        methods: those to search with.
-        path: the result file; `None`: rows are kept in memory only.
-        scene: the machine and the command.
-        resume: continue the file.
+    ``methods``: those of the sweep to search with. ``path``: the result file; ``None``: rows are kept in memory only.
 
     Raises:
         StoreError: the file exists without `resume`, or its rows are not comparable with runs of this program.

@@ -15,16 +15,7 @@ from benchmarks.runner.request import Request
 from benchmarks.suites.budgets import is_relative
 from benchmarks.suites.methods import Method, parse_method
 from benchmarks.suites.suite import DEVICES
-from benchmarks.suites.toml_file import (
-    SuiteError,
-    Table,
-    check_names,
-    environment,
-    file_names,
-    find_file,
-    number,
-    read_table,
-)
+from benchmarks.suites.toml_file import SuiteError, Table, check_names, environment, file_names, number, read_table
 from benchmarks.sweeps.axes import AXES, Axis, Value, num_params, read_values
 from benchmarks.sweeps.forecast import Forecast, Tiers, disk_folder, disk_limit_gib, forecast
 from megatron.swap.common.types import UsageError
@@ -163,24 +154,21 @@ def sweep_names() -> list[str]:
     return file_names(SWEEPS)
 
 
-def find_sweep(name: str) -> Path:
-    return find_file("sweep", name, SWEEPS)
-
-
-def load_sweep(path: Path) -> Sweep:
-    """Read and check a sweep.
+def load_sweep(given: str) -> Sweep:
+    """Read and check a sweep. ``given``: its name, or the path of a .toml file.
 
     Raises:
-        SuiteError: not TOML, a missing or unknown key, a value of another type, a method that cannot be built.
+        SuiteError: there is no such file, it is not TOML, a key is missing, unknown or of another type, or a method
+            cannot be built.
     """
-    top = read_table(path)
+    name, top = read_table("sweep", given, SWEEPS)
     on_gpu, axis = top.choose("device", DEVICES) == "gpu", top.choose("axis", AXES)
     warm_up = top.take("warm_up", int, default=2, least=2)
     num_steps = top.take("num_steps", int, default=20, least=max(LEAST_STEPS, warm_up + 1))
     flags = (*shlex.split(top.take("flags", str)), "--train-iters", str(num_steps))
     values = read_values(axis, top, flags, top.take("micro_batches", int, least=1))
     sweep = Sweep(
-        name=path.stem,
+        name=name,
         description=top.take("description", str),
         axis_name=axis,
         on_gpu=on_gpu,

@@ -8,30 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.traces import intervals
-from benchmarks.traces.checks import (
-    RULES,
-    TOLERANCE_NS,
-    Ordering,
-    StepCopies,
-    check_order,
-    compare_with_summary,
-    count_copies,
-)
+from benchmarks.traces import checks, figures, intervals
 from benchmarks.traces.device import CLOSED_GAP_NS, Compute
 from benchmarks.traces.engine import Engine, Step, read_engine
-from benchmarks.traces.figures import (
-    Gap,
-    Link,
-    Stall,
-    copy_spans,
-    find_gaps,
-    find_stalls,
-    hidden_share,
-    link,
-    predict,
-    stalled_ms,
-)
 from benchmarks.traces.records import MS, US, Trace
 from benchmarks.traces.storages import TracedStorage, find_storages
 
@@ -51,7 +30,7 @@ class StepFigures:
     h2d_ms: float
     stalled_ms: float
     peak_memory_bytes: int | None
-    copies: StepCopies
+    copies: checks.StepCopies
 
 
 @dataclass
@@ -62,15 +41,15 @@ class Analysis:
     engine: Engine
     compute: Compute
     storages: list[TracedStorage]
-    ordering: Ordering
+    ordering: checks.Ordering
     mismatches: list[str]
-    links: dict[str, Link]
+    links: dict[str, figures.Link]
     """Figures of the link by direction: ``out``, ``in``."""
     hidden_share: float | None
     """Hidden fraction of the copies in both directions together."""
     predicted: dict[str, float | None]
-    stalls: list[Stall]
-    gaps: list[Gap]
+    stalls: list[figures.Stall]
+    gaps: list[figures.Gap]
     steps: list[StepFigures]
     compared: bool
     """Whether a summary was given."""
@@ -98,36 +77,37 @@ def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: floa
     if compute.shares_copy_stream:
         mismatches.append(f"swap copies run on stream {compute.main_stream}, which computes: nothing can overlap")
     if summary is not None:
-        mismatches += compare_with_summary(engine, summary)
+        mismatches += checks.compare_with_summary(engine, summary)
     within = [copy for copy in engine.copies if engine.step_at(copy.at.start_ns) is not None]
     steps_ns = sum(step.end_ns - step.start_ns for step in engine.steps)
-    links = {way: link(within, way, compute, steps_ns) for way in ("out", "in")}
+    links = {way: figures.link(within, way, compute, steps_ns) for way in ("out", "in")}
     mismatches += [
-        f"copies {way} ran at {figures.gb_per_s:.1f} GB/s, the link gives {link_gb_s:g}: something holds it up"
-        for way, figures in links.items()
-        if link_gb_s is not None and figures.gb_per_s is not None and figures.gb_per_s < SLOW_LINK * link_gb_s
+        f"copies {way} ran at {one.gb_per_s:.1f} GB/s, the link gives {link_gb_s:g}: something holds it up"
+        for way, one in links.items()
+        if link_gb_s is not None and one.gb_per_s is not None and one.gb_per_s < SLOW_LINK * link_gb_s
     ]
-    stalls = find_stalls(storages, compute)
+    stalls = figures.find_stalls(storages, compute)
     # The times of both directions overlap, so they are added, not united.
-    spans = np.concatenate([copy_spans([copy for copy in within if copy.direction == way]) for way in ("out", "in")])
+    by_way = [[copy for copy in within if copy.direction == way] for way in ("out", "in")]
+    spans = np.concatenate([figures.copy_spans(copies) for copies in by_way])
     return Analysis(
         trace=trace,
         engine=engine,
         compute=compute,
         storages=storages,
-        ordering=check_order(storages, compute),
+        ordering=checks.check_order(storages, compute),
         mismatches=mismatches,
         links=links,
-        hidden_share=hidden_share(spans, compute.busy),
-        predicted={"out": predict(engine, compute, "out"), "in": predict(engine, compute, "in")},
+        hidden_share=figures.hidden_share(spans, compute.busy),
+        predicted={"out": figures.predict(engine, compute, "out"), "in": figures.predict(engine, compute, "in")},
         stalls=stalls,
-        gaps=find_gaps(engine.steps, compute, stalls, trace.ranges),
+        gaps=figures.find_gaps(engine.steps, compute, stalls, trace.ranges),
         steps=[_step_figures(step, engine, compute, stalls) for step in engine.steps],
         compared=summary is not None,
     )
 
 
-def _step_figures(step: Step, engine: Engine, compute: Compute, stalls: Sequence[Stall]) -> StepFigures:
+def _step_figures(step: Step, engine: Engine, compute: Compute, stalls: Sequence[figures.Stall]) -> StepFigures:
     window = compute.window(step.start_ns, step.end_ns)
     marks = [num_bytes for moment, num_bytes in engine.memory if step.start_ns <= moment <= step.end_ns]
     inside = [stall for stall in stalls if window and window.start_ns <= stall.start_ns <= window.end_ns]
@@ -136,11 +116,11 @@ def _step_figures(step: Step, engine: Engine, compute: Compute, stalls: Sequence
         step=step.number,
         duration_ms=(step.end_ns - step.start_ns) / MS,
         compute_busy_ms=intervals.total(busy) / MS,
-        d2h_ms=intervals.total(copy_spans(engine.launched_in(step, "out"))) / MS,
-        h2d_ms=intervals.total(copy_spans(engine.launched_in(step, "in"))) / MS,
-        stalled_ms=stalled_ms(inside),
+        d2h_ms=intervals.total(figures.copy_spans(engine.launched_in(step, "out"))) / MS,
+        h2d_ms=intervals.total(figures.copy_spans(engine.launched_in(step, "in"))) / MS,
+        stalled_ms=figures.stalled_ms(inside),
         peak_memory_bytes=max(marks, default=None),
-        copies=count_copies(engine, step),
+        copies=checks.count_copies(engine, step),
     )
 
 
@@ -154,13 +134,13 @@ def findings(analysis: Analysis) -> dict[str, Any]:
         "emulated": analysis.trace.is_emulated,
         "compared_with_summary": analysis.compared,
         "mismatches": analysis.mismatches,
-        "violations": [{**asdict(violation), "rule_text": RULES[violation.rule]} for violation in ordering.violations],
+        "violations": [{**asdict(broken), "rule_text": checks.RULES[broken.rule]} for broken in ordering.violations],
         "checks": {
             rule: {"num_checked": ordering.num_checked[rule], "least_margin_us": ordering.least_margin_us[rule]}
-            for rule in RULES
+            for rule in checks.RULES
         },
         "reuse_not_judged": ordering.reuse_not_judged,
-        "tolerance_us": TOLERANCE_NS / US,
+        "tolerance_us": checks.TOLERANCE_NS / US,
         "streams": {
             "num_compute": analysis.compute.num_streams,
             "main": analysis.compute.main_stream,
@@ -178,10 +158,10 @@ def findings(analysis: Analysis) -> dict[str, Any]:
         "closed_gap_us": CLOSED_GAP_NS / US,
         "hidden_share": analysis.hidden_share,
         "predicted_hidden_share": analysis.predicted,
-        "link": {way: asdict(figures) for way, figures in analysis.links.items()},
+        "link": {way: asdict(one) for way, one in analysis.links.items()},
         "stalled_ms": {
-            "together": stalled_ms(analysis.stalls),
-            **{what: stalled_ms([stall for stall in analysis.stalls if stall.what == what])
+            "together": figures.stalled_ms(analysis.stalls),
+            **{what: figures.stalled_ms([stall for stall in analysis.stalls if stall.what == what])
                for what in ("wait", "release")},
         },
         "gaps": [asdict(gap) for gap in analysis.gaps],

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak.kills import saved_step
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, recorded
 
 SIGNALLED = Path(__file__).with_name("signalled_script.py")
@@ -64,10 +63,38 @@ def test_without_a_handler_the_last_checkpoint_stays(
     goes_on(trainer, flags, ended, 4)
 
 
+def saved_step(saved: Path) -> int:
+    """Return the step of the last checkpoint; 0: there is none.
+
+    Megatron-LM empties the file that names it before it writes the next number. If a kill came between, the newest
+    checkpoint is whole, and its number is written here, as a user would.
+    """
+    tracker = saved / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        return 0
+    if not tracker.read_text():
+        newest = max(path.name for path in saved.iterdir() if path.is_dir())
+        tracker.write_text(f"{int(newest.removeprefix('iter_'))}")
+    return int(tracker.read_text())
+
+
+
+@pytest.mark.parametrize(("text", "step"), [(None, 0), ("9", 9), ("", 10)])
+def test_a_kill_while_megatron_names_the_last_checkpoint(tmp_path: Path, text: str | None, step: int) -> None:
+    """CI met it once, between the emptying of the file and the writing."""
+    (tmp_path / "iter_0000009").mkdir()
+    (tmp_path / "iter_0000010").mkdir()  # half written, unless the file is empty
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    if text is not None:
+        tracker.write_text(text)
+    assert saved_step(tmp_path) == step
+    assert not step or tracker.read_text() == f"{step}"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 3])
 def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path, seed: int) -> None:
-    """Every step is saved, so that some are killed in a checkpoint. ``python -m benchmarks.soak.kills`` does more."""
+    """Every step is saved, so that some are killed in a checkpoint."""
     flags = flags.replace(STEPS, MORE_STEPS)
     killed = trainer.run(f"{flags} --save-interval 1 SIGKILL random:{seed}", check=False, program=SIGNALLED)
     assert killed.returncode == -signal.SIGKILL, killed.tail

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.rows import GIB, check_sweep_row, read_rows
 from benchmarks.sweeps.forecast import MARGIN, Tiers
-from benchmarks.sweeps.sweep import find_sweep, load_sweep
+from benchmarks.sweeps.sweep import SWEEPS, load_sweep
 from benchmarks.sweeps.table import largest_by_method
 from tests.integration.harness import ROOT
 
@@ -25,12 +25,12 @@ PATIENCE_S = 200.0
 def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     """The models have four or eight layers. The host memory limit suffices for the optimizer state of four layers, and
     the emulated device for four layers without offload."""
-    content = find_sweep("quick").read_text().split("[methods]")[0]
+    content = (SWEEPS / "quick.toml").read_text().split("[methods]")[0]
     content = content.replace("last = 20", "last = 8")
     sweep, output = tmp_path / "small.toml", tmp_path / "rows.jsonl"
     sweep.write_text(f'{content}[methods]\nnone = "none"\n')
     # A little less than the state of eight layers takes: the memory model is not sure enough to leave that run out.
-    host_gib = 8 * load_sweep(sweep).trial("none", 1, Tiers(None, 8.0, 0.0), None).params / GIB / (1 + MARGIN / 2)
+    host_gib = 8 * load_sweep(str(sweep)).trial("none", 1, Tiers(None, 8.0, 0.0), None).params / GIB / (1 + MARGIN / 2)
     ours = f"ours --swap-optimizer 1 --swap-host-gib {host_gib:.6f} --swap-host-unchecked"
     methods = f'none = "none"\nours-host = "{ours}"\nours-layers = "ours --swap-layers all"\n'
     sweep.write_text(f"{content}[methods]\n{methods}")

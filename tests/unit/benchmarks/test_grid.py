@@ -116,7 +116,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def load(folder: Path, text: str = SUITE) -> Suite:
     path = folder / "small.toml"
     path.write_text(text)
-    return load_suite(path)
+    return load_suite(str(path))
 
 
 def results_in(suite: Suite, folder: Path, chosen: Suite | None = None, **facts: Any) -> SuiteResults:

@@ -8,10 +8,8 @@ from tests.unit.test_house import imported_names
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = [
-    {"report"}, {"sweeps", "verify", "faults", "plan_points", "soak", "frameworks", "checks", "lora", "trainer",
-    "weights_inference"}, {"any_model"}, {"suites"}, {"names"}, {"flags"}, {"runner", "traces"},
-    {"store", "large_model", "offloaders", "pinned_memory"},
-    {"rows", "table", "pictures", "machine", "training_loop"},
+    {"report"}, {"sweeps", "verify", "faults", "soak"}, {"suites"}, {"names"}, {"flags"}, {"runner", "traces"},
+    {"store", "pinned_memory"}, {"rows", "table", "pictures", "machine"},
 ]  # fmt: skip
 TRAINING = (ROOT / "megatron", ROOT / "patches")
 

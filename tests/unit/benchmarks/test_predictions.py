@@ -14,7 +14,7 @@ import pytest
 from benchmarks.report.predictions import broken
 from benchmarks.report.results import read_results
 from benchmarks.rows import Row
-from benchmarks.suites.suite import find_suite, load_suite, suite_names
+from benchmarks.suites.suite import load_suite, suite_names
 from megatron.swap.common.plan import load_plan
 from megatron.swap.planner.profile import save_profile, sha256
 from tests.unit.benchmarks.made_report import RESULTS, ROOT, a_row
@@ -29,10 +29,20 @@ def test_the_committed_predictions_are_kept() -> None:
     assert broken(RESULTS, rows) == []
 
 
+def test_a_prediction_of_a_point_is_that_of_its_plan() -> None:
+    folder = RESULTS / "plan-points"
+    for name, row in json.loads((folder / "predictions.json").read_text())["points"].items():
+        plan = load_plan(folder / f"{name}.json")
+        assert plan.predicted is not None
+        found = plan.budget_gib, plan.predicted.peak_gib, plan.predicted.step_ms, plan.offload_fraction
+        assert found == tuple(row[key] for key in ("budget_gib", "device_gib", "step_ms", "offload_fraction")), name
+        assert f"--swap-plan docs/results/plan-points/{name}.json" in row["command"]
+
+
 def test_committed_plans_are_plans_of_a_suite() -> None:
     named = {
         method.plan_file
-        for name in suite_names() for case in load_suite(find_suite(name)).cases for method in case.methods
+        for name in suite_names() for case in load_suite(name).cases for method in case.methods
     }  # fmt: skip
     files = [path for path in (RESULTS / "predictions").glob("*.json") if not path.name.startswith("profile-")]
     for path in files:

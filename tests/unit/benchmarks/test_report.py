@@ -19,8 +19,7 @@ from benchmarks.report.brief import Brief
 from benchmarks.report.build import APPENDIX, BRIEF, HERE, build, check
 from benchmarks.report.compare import Faster
 from benchmarks.report.profiles import read_profiles
-from benchmarks.report.results import Results, read_results
-from benchmarks.report.selection import current
+from benchmarks.report.results import Results, current, read_results
 from benchmarks.rows import GIB, Row, write_rows
 from benchmarks.suites.ranking import by_peak, fastest_within, on_frontier
 from benchmarks.traces.analysis import analyse

@@ -18,7 +18,7 @@ from benchmarks.suites import suite as suites
 from benchmarks.suites.budgets import Memory, resolved
 from benchmarks.suites.methods import KINDS, Method, parse_method
 from benchmarks.suites.picture import draw_saved
-from benchmarks.suites.suite import Case, Suite, SuiteError, find_suite, load_suite, suite_names
+from benchmarks.suites.suite import Case, Suite, SuiteError, load_suite, suite_names
 from benchmarks.suites.table import markdown
 from tests.unit.benchmarks.made_report import a_row
 
@@ -68,12 +68,12 @@ from megatron.training.global_vars import destroy_global_vars
 from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.trainer.command_line import swap_config
 from benchmarks.suites.budgets import Memory
-from benchmarks.suites.suite import find_suite, load_suite, suite_names
+from benchmarks.suites.suite import load_suite, suite_names
 memory = Memory(static_gib=59.0, activations_gib=35.0)
 num, refused = 0, []
 for name in suite_names():
     seen = set()
-    for case in load_suite(find_suite(name)).cases:
+    for case in load_suite(name).cases:
         for method in case.methods:
             if (method.name, method.text) in seen and method.name != "none" and not method.searches:
                 continue
@@ -113,7 +113,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def load(folder: Path, text: str = SUITE) -> Suite:
     path = folder / "small.toml"
     path.write_text(text)
-    return load_suite(path)
+    return load_suite(str(path))
 
 
 def request_of(case: Case, name: str, memory: Memory | None = None) -> Request:
@@ -121,11 +121,11 @@ def request_of(case: Case, name: str, memory: Memory | None = None) -> Request:
 
 
 def test_every_kind_of_method_is_in_a_committed_suite_and_the_reference_runs_first() -> None:
-    cases = [case for name in suite_names() for case in load_suite(find_suite(name)).cases]
+    cases = [case for name in suite_names() for case in load_suite(name).cases]
     parts = {part.split()[0] for case in cases for method in case.methods for part in method.text.split(" + ")}
     assert parts == set(KINDS)
     assert {case.methods[0].name for case in cases} == {"none"}
-    for case in load_suite(find_suite("h200-planner")).cases:
+    for case in load_suite("h200-planner").cases:
         assert case.peak == "reserved"
         for method in case.methods:
             if method.plan_file is None:
@@ -181,7 +181,7 @@ def test_a_choice(folder: Path) -> None:
         with pytest.raises(SuiteError, match=said):
             suite.chosen(*given)
     with pytest.raises(SuiteError, match=r"no such suite; there are h200-dense, .*quick"):
-        find_suite("slow")
+        load_suite("slow")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from benchmarks.sweeps.command import main
 from benchmarks.sweeps.forecast import PROCESSES_GIB, Tiers, forecast
 from benchmarks.sweeps.results import Scene, SweepResults
 from benchmarks.sweeps.search import following
-from benchmarks.sweeps.sweep import Sweep, Trial, find_sweep, load_sweep, sweep_names
+from benchmarks.sweeps.sweep import Sweep, Trial, load_sweep, sweep_names
 from benchmarks.sweeps.table import largest_by_method, markdown
 from megatron.swap.common.types import GIB, KIB, UsageError
 from megatron.swap.forecast.gpus import find_gpu
@@ -63,7 +63,7 @@ GOOD = {
 def a_sweep(folder: Path, content: str = FILE) -> Sweep:
     path = folder / "small.toml"
     path.write_text(content)
-    return load_sweep(path)
+    return load_sweep(str(path))
 
 
 def results_in(sweep: Sweep, folder: Path, *methods: str, resume: bool = False, **facts: Any) -> SweepResults:
@@ -105,7 +105,7 @@ def layers(fits: int) -> Callable[[Trial], bool]:
     "name", [pytest.param(name, marks=() if name == "quick" else pytest.mark.slow) for name in sweep_names()]
 )
 def test_the_sweeps_that_are_here(name: str) -> None:
-    sweep = load_sweep(find_sweep(name))
+    sweep = load_sweep(name)
     assert sweep.methods["none"] == "none"
     tiers, gpu = (TIERS, H200) if sweep.on_gpu else (Tiers(None, 8.0, 8.0), None)
     for place, method in itertools.product((0, len(sweep.values) - 1), sweep.methods):

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plan_points
 from benchmarks.sweeps.plans import plan_of, with_mlp_section
 from megatron.swap.common.plan import load_plan
 from megatron.swap.forecast.flags import Training, read_flags
@@ -214,8 +214,9 @@ def pasted() -> Iterator[tuple[str, dict[str, Any], Prediction]]:
     rows: dict[str, Any] = {}
     for call in json.loads(POINTS.read_text())["calls"]:
         rows |= call["points"]
+    predictions = json.loads((RESULTS / "plan-points" / "predictions.json").read_text())["points"]
     for name in AS_PLANNED:
-        training = read_flags(plan_points.POINTS[name].training_flags)
+        training = read_flags(shlex.split(predictions[name]["plan"].partition(" -- ")[2]))
         plan = load_plan(RESULTS / "plan-points" / f"{name}.json")
         profile = shape_profile(
             training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied, states=training.states
