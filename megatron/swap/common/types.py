@@ -18,7 +18,7 @@ class SwapError(RuntimeError):
 
 
 class UsageError(SwapError, ValueError):
-    """A flag, or a combination of flags, that cannot work. Raised before the model is built."""
+    """A flag, an argument, or a combination of them, that cannot work. Raised before anything is changed."""
 
 
 NORM = "norm"

@@ -34,7 +34,7 @@ class Recomputability(Protocol):
 
 
 def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a saved tensor is always kept: a parameter, on another device, or not described by its layout alone."""
+    """Whether a saved tensor is always kept: of a subclass, on another device, or not described by its layout alone."""
     return (
         type(tensor) is not torch.Tensor
         or tensor.device != device

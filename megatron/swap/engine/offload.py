@@ -119,7 +119,7 @@ class Offloader:
     # ------------------------------------------------------------------ a layer's forward
 
     def discard_unfinished(self) -> None:
-        """Forget the saved storages of a layer whose forward failed."""
+        """Forget what the layer before has saved, if its forward did not end."""
         self._saved.clear()
         self._pending, self._pending_bytes = [], 0
 
@@ -195,7 +195,7 @@ class Offloader:
             return
         assert running is not None
         allowed_bytes = self._state.release_budget.max_offloading_bytes(running.layer, running.position)
-        with_caller: list[Handle] = []
+        with_caller: list[Handle] = []  # the layer's caller still holds them
         while queue.num_bytes > allowed_bytes:
             handle = queue.oldest
             changed = handle.changed()

@@ -14,7 +14,7 @@ from megatron.swap.common.types import MIB, Action, Site
 class Policy(ABC):
     """Chooses the action for every tensor that autograd saves in a layer. It is called often and must be cheap."""
 
-    min_bytes: int = 0  # smaller storages are kept, whatever the site
+    min_bytes: int = 0  # smaller storages are kept, if `action` asks for that; other policies leave it 0
 
     @abstractmethod
     def swaps_layer(self, layer: int) -> bool:

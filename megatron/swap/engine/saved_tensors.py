@@ -108,7 +108,7 @@ def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None
 
 
 class SavedTensors:
-    """Packs and unpacks all tensors that autograd saves in the model.
+    """Packs and unpacks the tensors that autograd saves in the model's layers.
 
     Tensors of other devices than ``device``, and wrapper tensors unless ``wrappers`` names them, are kept as they are.
     """

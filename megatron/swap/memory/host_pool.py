@@ -109,7 +109,6 @@ class HostPool:
     Any thread may call any method, and no finalizer may: finalizers call ``Lease.free`` only.
 
     Args:
-    Args:
         limit: the most bytes to reserve. A budget's limit is its unreserved bytes when the pool grows.
         pinned: register the slabs with CUDA, and place them near the device.
         slab_bytes: whole pages. The last slab before the limit may be smaller.

@@ -201,6 +201,8 @@ class WeightBuffers:
     def begin_backward(self, layer: Layer) -> Buffer:
         """Point the weights of ``layer``, which a backward enters, to a buffer, for which compute waits. Return it.
 
+        Each unpack of a weight calls it too, where the weights mostly are in place.
+
         Raises:
             SwapError: as ``begin_forward``.
         """

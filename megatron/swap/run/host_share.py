@@ -29,7 +29,7 @@ class HostShare:
     limit_bytes: int  # for activations, optimizer state and disk buffers together; whole pages
     least_bytes: int  # lower bound of the activations' bytes, known before the first step; 0 if unknown
     disk_bytes: int  # room on disk; 0 without a disk
-    buffers_bytes: int  # part of `limit_bytes` for buffers between activations and the disk
+    buffers_bytes: int  # part of `limit_bytes`: the disk's, for activations on their way there and back
     guard_bytes: int = 0  # for the out-of-memory guard alone, in addition to `limit_bytes`
 
     @property
