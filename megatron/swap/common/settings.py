@@ -41,7 +41,7 @@ class Flag:
     """The flag of a setting."""
 
     group: str  # heading in ``--help``, of ``GROUPS``
-    help: str  # 'What the flag does. Default: value. Set it when …', for docs/reference/flags.md (`python -m tests.pages`)
+    help: str  # 'What the flag does. Default: value. Set it when …'; `python -m tests.pages` makes flags.md of it
     metavar: str | None = None  # name of the value in ``--help``; None: a switch, or one of ``choices``
     choices: tuple[str, ...] = ()  # allowed values; empty: ``allowed`` says them
     takes_several: bool = False  # values with blanks between them
