@@ -425,7 +425,7 @@ class Between(Layer):
 @pytest.mark.parametrize("moments", [
     {"before backward"}, {"before backward", "in backward"}, {"in backward"}, {"in backward", "holds"},
     {"behind layers"}, {"before backward", "copies are held up"},
-], ids=" ".join)  # fmt: skip
+], ids=lambda moments: " ".join(sorted(moments)))  # fmt: skip
 @KEPT
 def test_what_is_evicted_at_any_moment_comes_back(moments: set[str], swapped: tuple[int, ...] | None) -> None:
     """Nothing is evicted that is used soon or that others hold, nor before its copy is there. Host memory is used again

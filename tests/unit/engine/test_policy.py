@@ -41,7 +41,7 @@ def manual(*layers: int, modules: tuple[str, ...] = (), recompute: tuple[str, ..
     (manual(0, modules=("mlp",), recompute=("norm",)), "5/attention", 99, "norm", KEEP),
     (manual(0, modules=("mlp",), recompute=("norm",)), "5/attention", 100, "activation", KEEP),
     (manual(0, modules=("mlp",), recompute=("norm",)), "0/mlp", 100, None, SWAP),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_manual_policy(policy: ManualPolicy, site: str, num_bytes: int, producer: str | None, action: Action) -> None:
     layer, path = site.split("/")
     for _ in range(2):  # the second answer comes from memory

@@ -216,6 +216,11 @@ def ready() -> Stack:
     return mlp()[0].eval()
 
 
+def on_meta() -> Stack:
+    with torch.device("meta"):
+        return ready()
+
+
 def with_subclass() -> Stack:
     model = ready()
     model.layers[1][0].weight = Special(torch.randn(16, 16))
@@ -231,7 +236,7 @@ def with_subclass() -> Stack:
     (ready, lambda m: [m.layers[1], m.layers[1][0]], "layers.1.0 is inside layers.1: name one"),
     (ready, lambda m: [m.layers[0][1]], "have no weights of their own"),
     (lambda: mlp()[0], lambda m: m.layers, r"layers.0 is in training mode.*Call model.eval\(\)"),
-    (torch.device("meta")(ready), lambda m: m.layers, r"first.weight is on the meta device.*to_empty\(device='cpu'\)"),
+    (on_meta, lambda m: m.layers, r"first.weight is on the meta device.*to_empty\(device='cpu'\)"),
     (torch.inference_mode()(ready), lambda m: m.layers, r"layers.0.0.weight was made under torch.inference_mode"),
     (with_subclass, lambda m: m.layers, r"layers.1.0.weight is a Special, .* than plain.*Leave that layer out"),
 ])  # fmt: skip
