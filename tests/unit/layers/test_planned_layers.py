@@ -18,7 +18,7 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.engine.layer_state import StateReader
 from megatron.swap.engine.run_snapshot import RunSnapshot
 from megatron.swap.layers import whole as of_whole
-from megatron.swap.planning.controller import AutoPlan
+from megatron.swap.planning.consensus import Ranks
 from tests.plain_loop import WIDTH, Mlp, assert_equal, loss_of, mlps, rows, train
 from tests.planned_loop import QUIET, assert_planned, recompute_all
 
@@ -320,7 +320,7 @@ def test_layers_of_a_shorter_forward_are_named() -> None:
     (["0", "1"], r"run 2 of the longest forward is of 2 on rank 0, and of none on rank 1"),
 ])  # fmt: skip
 def test_ranks_that_run_different_layers(monkeypatch: pytest.MonkeyPatch, other: list[str], said: str) -> None:
-    monkeypatch.setattr(AutoPlan, "gather", lambda _, compute: [compute(), other])
+    monkeypatch.setattr(Ranks, "gather", lambda _, compute: [compute(), other])
     model = mlps(3)
     with swap.activations(model, memory_gib=1.0, **QUIET), pytest.raises(UsageError, match=said):
         train(model, num_steps=2)
