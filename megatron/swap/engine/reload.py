@@ -47,7 +47,7 @@ class Reloader:
         group.prefetched_bytes = 0
         late: list[Handle] = []
         for handle in group.in_backward_order():
-            if not self._is_on_device(handle):
+            if not self._claim(handle):
                 late.append(handle)
         self._counters.num_late += len(late)
         self._reload(late)
@@ -64,7 +64,7 @@ class Reloader:
         if handle.aliases:
             handle.aliases[index].check(str(handle.site))
         compute = self._device.current_stream()
-        if not self._is_on_device(handle):
+        if not self._claim(handle):
             self._counters.num_late += 1
             self._reload([handle])
         if handle.state is StorageState.RELOADING:
@@ -123,7 +123,7 @@ class Reloader:
                 # A cancelled offload counts too: its storage takes device memory until its backward.
                 prefetched_bytes += handle.num_bytes
                 group.prefetched_bytes += handle.num_bytes
-                if not self._is_on_device(handle):
+                if not self._claim(handle):
                     coming.append(handle)
         self._reload(coming, is_prefetch=True)
         self._expect()
@@ -132,8 +132,8 @@ class Reloader:
         """Refuse all later reloads."""
         self._is_closed = True
 
-    def _is_on_device(self, handle: Handle) -> bool:
-        """Whether ``handle`` need not be reloaded. An offload that has not been released is cancelled."""
+    def _claim(self, handle: Handle) -> bool:
+        """Cancel an offload that is not released. Return False if ``handle`` is off the device and must be reloaded."""
         self._evictions.reacquire(handle)
         if handle.state is StorageState.OFFLOADING:
             self._state.offloading.remove(handle)

@@ -14,6 +14,7 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.settings import Settings, parse_layers
 from megatron.swap.common.spelling import ACTIVATIONS, Spelling
 from megatron.swap.common.types import GIB, UsageError, layer_positions
+from megatron.swap.devices.base import Device
 from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.models.found_layers import device_of, is_megatrons, layers_of
 from megatron.swap.models.hints import ModelHints
@@ -213,7 +214,7 @@ def _swapped(
     run_device = RunDevice(settings, console.rank, Ranges(), torch_device=device_of(found))
     if weights is None:
         return Run(settings, copy(hints), console, run_device, policy).begin(optimizer)
-    offloaded = _offloaded(model, found, weights, settings)
+    offloaded = _offloaded(model, found, weights, settings, run_device.device)  # one device: weights go first
     try:
         if settings.host_gib is not None:  # the weights are within it
             left_gib = settings.host_gib - offloaded.stats.host_bytes / GIB
@@ -240,8 +241,9 @@ def _hinted(hints: ModelHints, model: nn.Module | Iterable[nn.Module]) -> list[n
 
 
 def _offloaded(
-    model: nn.Module | Iterable[nn.Module], found: Sequence[nn.Module], weights: str, settings: Settings
-) -> WeightSwap:
+    model: nn.Module | Iterable[nn.Module], found: Sequence[nn.Module], weights: str, settings: Settings,
+    device: Device,
+) -> WeightSwap:  # fmt: skip
     """Return the frozen weights of the layers that ``weights`` names, in host memory."""
     if not isinstance(model, nn.Module) or not isinstance(weights, str):
         raise UsageError(f"weights={weights!r}: must be a text such as '0-9' or 'all', beside a model, not its layers.")
@@ -251,7 +253,8 @@ def _offloaded(
         raise UsageError(str(error).replace("--swap-layers", "--swap-weights")) from None
     if not numbers:
         raise UsageError(f"weights={weights!r} names no layer. Name one, or leave it out.")
-    return offload_weights(model, [found[number] for number in numbers], training=True, host_gib=settings.host_gib)
+    chosen = [found[number] for number in numbers]
+    return offload_weights(model, chosen, training=True, host_gib=settings.host_gib, device=device)
 
 
 def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:

@@ -14,6 +14,7 @@ from megatron import swap
 from torch import nn
 
 from megatron.swap.common.types import GIB, UsageError
+from megatron.swap.devices.base import Owner
 from megatron.swap.engine.policy import ManualPolicy
 from megatron.swap.models.hints import ModelHints
 from tests.plain_loop import Mlp, mlps, train
@@ -152,6 +153,8 @@ def test_frozen_weights_are_offloaded_beside_activations() -> None:
         assert run.weights is not None
         assert run.weights.stats.in_bytes
         assert run.stats().out_bytes
+        # On one device, so that weights go first.
+        assert set(run.run_device.device.copier._last["in"]) == {Owner.WEIGHTS, Owner.ACTIVATIONS}
     assert not any("forward" in vars(module) or module._forward_pre_hooks for module in model.modules())
 
 
