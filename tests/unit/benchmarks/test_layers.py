@@ -8,8 +8,9 @@ from tests.unit.test_house import imported_names
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = [
-    {"report"}, {"sweeps", "verify", "faults", "soak"}, {"suites"}, {"names"}, {"flags"}, {"runner", "traces"},
-    {"store", "pinned_memory"}, {"rows", "table", "pictures", "machine"},
+    {"report"}, {"sweeps", "verify", "faults", "soak"}, {"suites"}, {"any_model", "trainer"}, {"offloaders"},
+    {"training_loop"}, {"names"}, {"flags"}, {"runner", "traces"}, {"store", "pinned_memory"},
+    {"rows", "table", "pictures", "machine"},
 ]  # fmt: skip
 TRAINING = (ROOT / "megatron", ROOT / "patches")
 
