@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.parse_args(arguments).what
     # With a CUDA toolkit but no GPU, torch warns when it is first imported.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    if sys.version_info < (3, 12):  # noqa: UP036
+    if sys.version_info < (3, 12):
         say(f"error: {sys.executable} is Python {sys.version.split()[0]}; 3.12 or newer is needed")
         return 1
     needed = REQUIRED + (FOR_TESTS if what == "dev" else ())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
+
+T = TypeVar("T")
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -18,7 +22,7 @@ def is_last_rank() -> bool:
     return rank == world_size - 1
 
 
-def gather[T](item: T) -> list[T] | None:
+def gather(item: T) -> list[T] | None:
     """Return ``item`` of every rank on rank 0, and None on the other ranks. Every rank must call this function."""
     rank, world_size = rank_and_world_size()
     if world_size == 1:

@@ -11,7 +11,7 @@ import stat
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.swap.common.leftovers import own_file
 from megatron.swap.common.types import MOST, UsageError
@@ -21,11 +21,12 @@ SHORT = re.compile(r"[\[{]\n\s*([^\[\]{}]*?)\n\s*[\]}]")
 LINE_WIDTH = 150
 MOST_FILE_BYTES = 256 << 20
 """Most bytes of a file that is read at once. Summaries of long runs have 1 KiB a step."""
+T = TypeVar("T")
 KEY = "key"
 """Metadata key of a dataclass field with another name in files, ``{"key": "share"}``, or none, ``{"key": None}``."""
 
 
-def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
+def load(kind: type[T], path: str | Path, name: str, version: int) -> T:
     """Return the record in a file that begins with ``"format": name, "version": version``, or raise ``UsageError``."""
     try:
         return _load(kind, path, name, version)
@@ -33,7 +34,7 @@ def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
         raise UsageError(f"{path}: is nested too deeply. Give the path of a {name} file.") from error
 
 
-def _load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
+def _load(kind: type[T], path: str | Path, name: str, version: int) -> T:
     try:
         value = json.loads(read_text(path), object_pairs_hook=_object)
     except OSError as error:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def in_transform() -> bool:
@@ -22,7 +26,7 @@ def in_transform() -> bool:
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def untransformed[**Given, Result](function: Callable[Given, Result]) -> Callable[Given, Result]:
+def untransformed(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Return ``function`` such that it runs outside all transforms."""
 
     @wraps(function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 from megatron.swap.common.plan import KEPT, Model
 from megatron.swap.common.rounding import round_up
@@ -129,7 +129,7 @@ class MegatronFacts:
         return self.ffn_hidden_size or default
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
+    def of(cls, given: Mapping[str, Any]) -> MegatronFacts:
         """Return the facts among ``given``, arguments by name."""
         # Older versions of Megatron lack some names, which keep their defaults.
         return cls(**{one.name: given[one.name] for one in fields(cls) if one.name in given})

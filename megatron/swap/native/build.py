@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -34,6 +34,7 @@ COMPILERS = ("g++", "c++", "clang++")  # in this order, unless CXX is set
 TIMEOUT_S = 600
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def problem() -> str | None:
     return None if _compiler() else _no_compiler()
 
 
-def load_library[T](library: Library, loaded: Callable[[Path], T]) -> T:
+def load_library(library: Library, loaded: Callable[[Path], T]) -> T:
     """Return ``loaded(file)`` for the file of ``library`` in the cache. Raises as ``build`` and ``loaded``."""
     file = _file(cache_folder(), library)
     was_there = _is_intact(file)

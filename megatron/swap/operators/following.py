@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
 
 from megatron.swap.native.operator_following import Following, OperatorLibrary, Report, load_operators
 from megatron.swap.operators.kinds import Kind, kind_of
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def sequence_of(operators: Sequence[Any], wanted: Collection[int]) -> object:
@@ -29,7 +31,7 @@ def _library() -> OperatorLibrary:
     return library
 
 
-def uncompiled[F: Callable[..., Any]](function: F) -> F:
+def uncompiled(function: F) -> F:
     """Return ``function`` such that Dynamo compiles neither it nor the functions that it calls."""
     # PyTorch's own way is a wrapper, which takes the host longer.
     if not hasattr(eval_frame, "_FrameExecStrategy"):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack
@@ -30,6 +30,9 @@ from megatron.swap.native.operator_following import Following
 from megatron.swap.operators.compared import Compared, Flow, Saved, compared
 from megatron.swap.operators.following import followed, uncompiled
 from megatron.swap.operators.kinds import REPEATABLE, Kind, kind_of, producer_of, tensors_in, written
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from megatron.swap.common.types import SwapError
 from megatron.swap.planning.workload import Step
 
 UNKNOWN_MS = float("inf")
+T = TypeVar("T")
 
 
 class RankError(SwapError):
@@ -71,7 +72,7 @@ class Ranks:
             full_gib=full_gib,
         )
 
-    def gather[T](self, compute: Callable[[], T]) -> list[T]:
+    def gather(self, compute: Callable[[], T]) -> list[T]:
         """Return the results of ``compute`` by rank. Raises its error, or ``RankError`` if another rank failed."""
         if self.num_ranks == 1:
             return [compute()]
@@ -90,7 +91,7 @@ class Ranks:
                 raise RankError(f"rank {rank} failed between two steps, so all ranks end. Its error: {item.words}")
         return items
 
-    def all_or_none[T](self, compute: Callable[[], T]) -> T:
+    def all_or_none(self, compute: Callable[[], T]) -> T:
         """Return the result of ``compute`` on this rank, once it has succeeded on every rank. Raises as ``gather``."""
         if self.num_ranks == 1:
             return compute()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,7 @@ SMALLEST_BYTES = MIB  # sizes are quartered down to this where memory is short
 REPETITIONS = 3
 
 Directions = tuple[str, ...]
+T = TypeVar("T")
 OUT: Directions = ("out",)
 IN: Directions = ("in",)
 BOTH: Directions = ("out", "in")
@@ -132,7 +134,7 @@ class _Ends:
         self._buffers.clear()
 
 
-def _on_all_ranks[T](device: Device, work: Callable[[], T]) -> T:
+def _on_all_ranks(device: Device, work: Callable[[], T]) -> T:
     """Run ``work`` on every rank, and raise on all ranks if it failed on one."""
     failure: Exception | None = None
     result: T | None = None

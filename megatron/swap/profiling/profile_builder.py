@@ -104,7 +104,7 @@ def with_recorded_times(
         return profile
     forward_ms, backward_ms, optimizer_ms = _non_layer_times(steps, layers, profile.num_micro_batches, profile.pipeline)
     non_layer = replace(profile.non_layer, forward_ms=forward_ms, backward_ms=backward_ms, optimizer_ms=optimizer_ms)
-    source = f"{profile.source}, timed in {len(steps)} other step{"s" if len(steps) > 1 else ""}"
+    source = f"{profile.source}, timed in {len(steps)} other step{'s' if len(steps) > 1 else ''}"
     return replace(profile, source=source, layers=tuple(layers), non_layer=non_layer)
 
 

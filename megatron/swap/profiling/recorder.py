@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,10 +32,11 @@ from megatron.swap.profiling.recording import (
 )
 
 Reference = weakref.ref[torch.UntypedStorage]
+Record = TypeVar("Record")
 
 
 @dataclass(eq=False, slots=True)
-class TrackedStorage[Record]:
+class TrackedStorage(Generic[Record]):
     """A storage on the device with its record."""
 
     record: Record
@@ -50,7 +51,7 @@ class TrackedStorage[Record]:
         return storage is not None and torch._C._storage_Use_Count(storage._cdata) > ours
 
 
-class StorageTracker[Record]:
+class StorageTracker(Generic[Record]):
     """The tracked storages of one recording. ``freed`` is called with each storage that is about to be freed."""
 
     def __init__(self, freed: Callable[[TrackedStorage[Record]], None]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ from megatron.swap.run.stats import Stats
 from megatron.swap.run.step_log import StepLog
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
 
 
