@@ -13,7 +13,6 @@ from megatron.swap.memory.host_memory import (
     PAGE_BYTES,
     HostMemoryError,
     HostRegion,
-    PinStrategy,
     gpu_numa_node,
     prepare_regions,
 )
@@ -24,9 +23,8 @@ MIN_PIECES_PER_REGION = 64  # that a shared mapping holds at least; a larger pie
 class HostArena:
     """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece: each piece is one tensor.
 
-    Args:
-        pinned: register the memory with CUDA for the current device, and place it near that device.
-        region_bytes: size of a mapping that small pieces share.
+    ``pinned`` registers the memory with CUDA for the current device, and places it near that device. Small pieces share
+    mappings of ``region_bytes``.
     """
 
     def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
@@ -36,7 +34,6 @@ class HostArena:
         self._large_bytes = region_bytes // MIN_PIECES_PER_REGION
         self._device = torch.cuda.current_device() if pinned else None
         self._numa_node = gpu_numa_node(self._device) if self._device is not None else None
-        self._strategy = PinStrategy(touch="pages" if pinned else "none")
         self._regions: list[HostRegion] = []
         self._free: torch.Tensor | None = None
 
@@ -103,7 +100,7 @@ class HostArena:
         return taken
 
     def _reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        regions, _ = prepare_regions(sizes, strategy=self._strategy, device=self._device, numa_node=self._numa_node)
+        regions, _ = prepare_regions(sizes, device=self._device, numa_node=self._numa_node)
         self._regions += regions
         self.reserved_bytes += sum(sizes)
         return [region.tensor for region in regions]

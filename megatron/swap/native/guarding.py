@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import CDLL
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.native.build import BuildError, load
@@ -14,17 +14,6 @@ from megatron.swap.native.cuda_library import loaded_cuda_library
 NEEDS = "--swap-oom-guard needs"
 
 Piece = tuple[int, int]  # address and size in bytes of a piece of host memory
-
-
-class NativeRescue(Protocol):
-    """A failed allocation that was retried after an eviction; ``engine.oom_guard.Rescue`` explains the fields."""
-
-    wanted_bytes: int
-    freed_bytes: int
-    copied_bytes: int
-    held_bytes: int
-    ms: float
-    groups: Sequence[int]
 
 
 class Flag(Protocol):
@@ -55,7 +44,7 @@ class GuardCore(Protocol):
     def release(self, pieces: Sequence[Piece]) -> None: ...  # return host memory that no copy reads any more
     def take_evicted(self) -> list[int]: ...  # keys of evicted offers that were not withdrawn, each once
     def num_evictions(self) -> int: ...  # calls so far that evicted storages
-    def take_rescues(self) -> list[NativeRescue]: ...  # since the last call
+    def take_rescues(self) -> list[Any]: ...  # since the last call, each with the fields of `Rescue` in guard.h
     def set_most_host_bytes(self, num_bytes: int) -> None: ...  # limit the host memory that is mapped
     def mapped_bytes(self) -> int: ...  # host memory that is mapped now
     def pin(self) -> None: ...  # register the mapped memory with CUDA, so that copies are fast
@@ -63,20 +52,7 @@ class GuardCore(Protocol):
     def report(self) -> str: ...
 
 
-class _Native(Protocol):
-    Flag: type[Flag]
-
-    def Guard(self, most_host_bytes: int, *cuda: object) -> GuardCore: ...
-    def is_any_guard_in_force(self) -> bool: ...
-    def limit_ram(self, num_bytes: int) -> None: ...
-    def unlimit_ram(self) -> None: ...
-    def ram_in_use(self) -> int: ...
-    def ram_peak(self) -> int: ...
-    def make_room_address(self) -> int: ...
-    def report_address(self) -> int: ...
-
-
-def native(needs: str = NEEDS) -> _Native:
+def native(needs: str = NEEDS) -> Any:
     """Return the C++ part, or raise a ``UsageError`` that begins with ``needs``, the feature."""
     found = load()
     if found is None:
@@ -85,7 +61,7 @@ def native(needs: str = NEEDS) -> _Native:
             "clang++ or CXX), it failed (see the warning), or MEGATRON_SWAP_NATIVE=0 is set. Leave it out, or install "
             "a compiler."
         )
-    return cast(_Native, found)
+    return found
 
 
 def build_guard(on_gpu: bool) -> None:
@@ -112,7 +88,8 @@ def new_guard(*cuda: object) -> GuardCore:
             "an out-of-memory guard is at work in this process already (--swap-oom-guard), and there can be one at a "
             "time. Close what opened it first, or open this one without."
         )
-    return native().Guard(0, *cuda)
+    core: GuardCore = native().Guard(0, *cuda)
+    return core
 
 
 def cuda_guard(device: int, stream: int, done: int) -> GuardCore:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import _ops
 
@@ -45,21 +45,14 @@ class Following(Protocol):
     def end(self) -> None: ...
 
 
-class OperatorLibrary(Protocol):
-    """The interface of the C++ part.
-
-    ``Sequence`` gets names and overloads of operators, and whether each is reported. ``Following`` without a sequence
-    reports all operators. With a sequence it reports the wanted operators by position, and none from the first
-    difference on.
-    """
-
-    def Sequence(self, names: Sequence[tuple[str, str]], wanted: Sequence[bool]) -> object: ...
-    def Following(self, sequence: object | None, report: Report, resolve: Resolve) -> Following: ...
-
-
 @functools.cache
-def load_operators() -> OperatorLibrary | None:
-    """Return the C++ part, and build it if needed; ``None`` if it cannot be built, or MEGATRON_SWAP_NATIVE is 0."""
+def load_operators() -> Any:
+    """Return the C++ part, and build it if needed; ``None`` if it cannot be built, or MEGATRON_SWAP_NATIVE is 0.
+
+    Its ``Sequence`` gets names and overloads of operators, and whether each is reported. Its ``Following`` gets a
+    sequence, a ``Report`` and a ``Resolve``. Without a sequence it reports all operators. With one it reports the
+    wanted operators by position, and none from the first difference on.
+    """
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:
@@ -70,7 +63,7 @@ def load_operators() -> OperatorLibrary | None:
             "without the C++ part that follows operators, swap.activations recomputes whole layers only. %s", error
         )
         return None
-    return cast(OperatorLibrary, module)
+    return module
 
 
 def _pass_higher_order_operators(key: Any) -> None:

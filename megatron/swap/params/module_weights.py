@@ -29,7 +29,6 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.overrides import NotCopied, has_boundary, in_backward
 from megatron.swap.memory.host_memory import (
     HostMemoryError,
-    PinStrategy,
     gpu_numa_node,
     local_world_size,
     prepare_regions,
@@ -187,9 +186,8 @@ class WeightSwap(NotCopied):
         device = self._device.torch_device
         index = device.index if device.type == "cuda" else None
         node = gpu_numa_node(index) if index is not None else None
-        strategy = PinStrategy(touch="none" if index is None else "pages")
         for layer in self._layers:
-            (layer.region,), _ = prepare_regions([layer.host_bytes], strategy=strategy, device=index, numa_node=node)
+            (layer.region,), _ = prepare_regions([layer.host_bytes], device=index, numa_node=node)
             for block, chunk in layer.chunks(layer.region.tensor):
                 block.move(chunk)
             layer.on_host = [weight.data for weight in layer.weights]
