@@ -22,15 +22,10 @@ MAX_REFUSALS = 2  # Keep a site after this many failed releases in a row: its co
 
 
 class Recomputability(Protocol):
-    """Reports which storages of the running layer can be recomputed."""
+    """Reports which storages of the running layer can be recomputed: the ``Recomputer``."""
 
-    def producer_of(self, storage: torch.UntypedStorage) -> str | None:
-        """Return the kind of kernel that produced ``storage``, or None if it is unknown."""
-        ...
-
-    def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None:
-        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count the refusal. None if it can."""
-        ...
+    def producer_of(self, storage: torch.UntypedStorage) -> str | None: ...
+    def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None: ...
 
 
 def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -16,7 +16,6 @@ from megatron.swap.common.types import LayerPosition
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.collector import begin_delay, end_delay
 from megatron.swap.engine.decider import Decider
-from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.function_transforms import untransformed
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.offload import Offloader
@@ -46,10 +45,9 @@ class SwapManager:
         self.release_budget = ReleaseBudget(settings.window_bytes)
         self.decider = Decider(policy, self.release_budget)
         self._state = state = SharedState(device, tier, instruments.ranges, self.guard, self.release_budget)
-        self._evictions = Evictions(state)
         weakref.finalize(self, end_delay).atexit = False  # dropped in mid-step
-        self.offload = Offloader(state, self._evictions, self.decider, settings.verify, instruments.on_full)
-        self.reload = Reloader(state, self._evictions, instruments.observer)
+        self.offload = Offloader(state, self.decider, settings.verify, instruments.on_full)
+        self.reload = Reloader(state, instruments.observer)
 
     @property
     def counters(self) -> Counters:
@@ -67,7 +65,7 @@ class SwapManager:
         state = self._state
         state.main_stream = state.device.current_stream()
         state.free_orphans()
-        self._evictions.find_evicted()
+        state.find_evicted()
         self.offload.discard_unfinished()  # else a discarded graph's last group would still count as waiting
         self.collect_if_empty()
         group = state.order.begin_forward(layer, position)

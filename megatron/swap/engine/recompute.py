@@ -19,7 +19,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,19 +36,8 @@ from megatron.swap.engine.layer_recording import LayerRecording, Packing, Source
 from megatron.swap.engine.producer_records import Chain, ProducerRecord, of_tensors_alone, run_again
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.recomputed_run import RunChecks
+from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.recording import TRIAL
-
-
-class SpecRecorder(Protocol):
-    """Records new specs while it is on: the profiler's recorder."""
-
-    is_on: bool
-
-    def recomputed(
-        self, spec: RecomputeSpec, producer: str, inputs: Sequence[torch.Tensor], unsaved: Sequence[RecomputeSpec]
-    ) -> None:
-        """Note a new spec, the saved tensors that its chain begins with, and the specs between."""
-        ...
 
 
 class Recomputer:
@@ -58,15 +47,9 @@ class Recomputer:
     """
 
     def __init__(
-        self,
-        device: Device,
-        decider: Decider,
-        counters: Counters,
-        ranges: Ranges,
-        checks: RunChecks,
-        verify: bool = False,
-        recorder: SpecRecorder | None = None,
-    ) -> None:
+        self, device: Device, decider: Decider, counters: Counters, ranges: Ranges, checks: RunChecks,
+        verify: bool = False, recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
         # The first reason for each site that the policy recomputes but that cannot be recomputed.
         self.refused: dict[Site, str] = {}
         self.spared_bytes: Counter[str] = Counter()  # recomputed instead of kept, by producer, since the start
@@ -128,13 +111,9 @@ class Recomputer:
         return records
 
     def record(
-        self,
-        producer: str,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        options: Mapping[str, Any],
+        self, producer: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any],
         output: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record that ``function(*arguments, **options)`` gives ``output``, and would give the same bits again."""
         if self._recording is not None:
             self.record_made(producer, *of_tensors_alone(function, arguments, options), output)

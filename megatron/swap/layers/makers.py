@@ -42,13 +42,9 @@ class Makers:
     """
 
     def __init__(
-        self,
-        saved_tensors: SavedTensors,
-        call: Callable[..., Any],
-        constants: Callable[[], list[torch.Tensor]],
-        *,
+        self, saved_tensors: SavedTensors, call: Callable[..., Any], constants: Callable[[], list[torch.Tensor]], *,
         is_possible: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._saved_tensors = saved_tensors
         self._call = call
         self._constants = constants

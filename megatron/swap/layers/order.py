@@ -101,9 +101,7 @@ class RunOrder:
         """
         everything, self.boundaries = self.boundaries, self.seen()
         self.is_known = True
-        self.apart = {boundary for boundary in everything if boundary not in self.boundaries}
-        idle = [boundary for boundary in everything if boundary in self.apart]
-        return (
-            [boundary for boundary in idle if not self._seen[boundary].has_backward],
-            [boundary for boundary in idle if self._seen[boundary].has_backward],
-        )
+        apart = [boundary for boundary in everything if boundary not in self.boundaries]
+        self.apart = set(apart)
+        elsewhere = [boundary for boundary in apart if self._seen[boundary].has_backward]
+        return [boundary for boundary in apart if boundary not in elsewhere], elsewhere

@@ -42,27 +42,16 @@ from megatron.swap.params.weight_buffers import Use, WeightBuffers
 
 @dataclass(frozen=True)
 class WeightStats:
-    """Bytes copied since the start, and the memory of the weights.
+    """Bytes copied since the start, and the memory of the weights."""
 
-    Attributes:
-        in_bytes: copied to the device, in forward and in backward.
-        out_bytes: copied back, for layers that wrote to their weights or buffers.
-        num_late: calls of layers that were not prefetched, because they were not predicted.
-        wait_ms: time that compute waited for copies, as far as the device has run.
-        host_bytes: host memory, in whole pages.
-        buffer_bytes: device memory of the buffers.
-        buffer_peak_bytes: most device memory of the buffers at once, with memory that was left to others who view it.
-        stayed_bytes: weights of these layers that stay on the device: other modules share them, or they are trained.
-    """
-
-    in_bytes: int
-    out_bytes: int
-    num_late: int
-    wait_ms: float
-    host_bytes: int
-    buffer_bytes: int
-    buffer_peak_bytes: int
-    stayed_bytes: int
+    in_bytes: int  # copied to the device, in forward and in backward
+    out_bytes: int  # copied back, for layers that wrote to their weights or buffers
+    num_late: int  # calls of layers that were not prefetched, because they were not predicted
+    wait_ms: float  # that compute waited for copies, as far as the device has run
+    host_bytes: int  # host memory, in whole pages
+    buffer_bytes: int  # device memory of the buffers
+    buffer_peak_bytes: int  # the most at once, with memory that was left to others who view it
+    stayed_bytes: int  # weights of these layers that stay on the device: other modules share them, or they are trained
 
 
 @ACTIVATIONS.errors()
@@ -111,14 +100,9 @@ class WeightSwap(NotCopied):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layers: Iterable[nn.Module] | None,
-        *,
-        training: bool,
-        host_gib: float | None,
+        self, module: nn.Module, layers: Iterable[nn.Module] | None, *, training: bool, host_gib: float | None,
         device: Device | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         chosen = named_layers(module, _stacks_of(module) if layers is None else layers, training)
         _check_unswapped(module)
         if training:
@@ -195,26 +179,22 @@ class WeightSwap(NotCopied):
             block.move(self._device.allocate(block.num_bytes))
 
     def _restore(self, block: Block) -> bool:
-        """Move ``block`` to where it was. ``False``: the device has no room, so it was moved to the CPU."""
-        has_room = True
-        if block.is_moved:
-            is_on_device = block.origin == self._device.torch_device
-            on_cpu = partial(torch.empty, block.num_bytes, dtype=torch.uint8, device="cpu")
+        """Move ``block`` to where it was. Return False if it was moved to the CPU, since the device has no room."""
+        has_room, memory = True, None
+        if block.is_moved and block.origin == self._device.torch_device:
             try:
-                memory = self._device.allocate(block.num_bytes) if is_on_device else on_cpu()
+                memory = self._device.allocate(block.num_bytes)
             except torch.OutOfMemoryError:
-                memory, has_room = on_cpu(), False
-            block.move(memory)
+                has_room = False
+        if block.is_moved:
+            block.move(torch.empty(block.num_bytes, dtype=torch.uint8, device="cpu") if memory is None else memory)
         return has_room
 
     def close(self) -> None:
         """Move all weights to where they were, and release host memory, buffers and hooks. A second call does nothing.
 
         It must not be called while a layer runs. Weights that were moved elsewhere in the meantime (``module.to``) stay
-        there.
-
-        Raises:
-            SwapError: the device has no room for all weights that were there; the rest are on the CPU.
+        there. Raises a ``SwapError`` if the device has no room for all weights; the rest are on the CPU.
         """
         if self._closed:
             return

@@ -154,10 +154,7 @@ class StorageMover:
             self._finish_reload(entry)
 
     def reload(self, address: int) -> bool:
-        """Reload the storage whose ``StorageImpl`` is at ``address``, for a C++ operator. False for unknown storages.
-
-        Raises as ``require``.
-        """
+        """Reload the storage whose ``StorageImpl`` is at ``address``. Return False if it is unknown."""
         entry = self._entries.get(address)
         storage = None if entry is None or entry.reference is None else entry.reference()
         if storage is not None:
@@ -189,10 +186,7 @@ class StorageMover:
     # ------------------------------------------------------------------ wait
 
     def poll(self) -> None:
-        """Finish the copies that are over: release device memory of offloads and host memory of reloads.
-
-        Never waits. ``wait`` and ``wait_offloaded`` raise the failures.
-        """
+        """Finish the copies that are over. Never waits. ``wait`` and ``wait_offloaded`` raise the failures."""
         with self._lock:
             for under_way, step in ((self._offloading, self._finish_offload), (self._reloading, self._finish_reload)):
                 while under_way:
@@ -208,20 +202,22 @@ class StorageMover:
 
         Raises the error of a failed copy, when all are over. Its storage stays on the device.
         """
-        for entry in list(self._offloading.values()):
-            self._try(partial(self._finish_offload, entry))
+        self._finish_offloads()
         self._raise_first()
 
     def wait(self) -> None:
         """Wait until no copy is queued or under way. Raises the error of a failed copy, when all are over."""
-        for entry in list(self._offloading.values()):
-            self._try(partial(self._finish_offload, entry))
+        self._finish_offloads()
         for entry in list(self._reloading.values()):
             self._try(partial(self._finish_reload, entry))
         with self._lock:
             while self._draining:
                 self._finish(self._draining.popleft())
         self._raise_first()
+
+    def _finish_offloads(self) -> None:
+        for entry in list(self._offloading.values()):
+            self._try(partial(self._finish_offload, entry))
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
@@ -316,8 +312,7 @@ class StorageMover:
         except torch.OutOfMemoryError:
             if not self._offloading:
                 raise
-            for offloading in list(self._offloading.values()):  # their end releases device memory
-                self._try(partial(self._finish_offload, offloading))
+            self._finish_offloads()  # their end releases device memory
             storage.resize_(num_bytes)
 
     def _finish_reload(self, entry: SwappedStorage) -> None:
