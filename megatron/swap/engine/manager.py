@@ -101,18 +101,12 @@ class SwapManager:
             end_delay()
 
     def apply_policy(self, window_bytes: int | None) -> None:
-        """Forget the learned sizes and refusals: the policy changes from the next forward on.
-
-        Call this between steps: no group may be in flight.
-        """
+        """Forget learned sizes and refusals: the policy changes. Call it between steps, with no group in flight."""
         self.release_budget.apply_policy(window_bytes)
         self.decider.apply_policy()
 
     def drain(self) -> None:
-        """Wait for every copy, then forget the copies in flight, when training has ended or failed.
-
-        A graph that still exists keeps its resident storages; it cannot reload offloaded ones.
-        """
+        """Wait for all copies, and forget them, at the end. A graph that lives on cannot reload its storages."""
         end_delay()
         self.reload.close()
         self.guard.end()

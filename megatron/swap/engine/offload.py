@@ -35,10 +35,7 @@ class Running(NamedTuple):
 
 
 class Offloader:
-    """Copies storages to the tier and releases their device memory.
-
-    A storage that the full tier refuses is kept, and ``on_full`` is called. Without ``on_full`` this is an error.
-    """
+    """Copies storages to the tier and releases them. A full tier calls ``on_full``, or is an error without it."""
 
     def __init__(
         self, state: SharedState, decider: Decider, verify: bool, on_full: Callable[[SwapError], None] | None

@@ -102,10 +102,7 @@ class OomGuard:
         self._num_rescues = self._rescued_bytes = 0
 
     def begin(self) -> None:
-        """Start rescuing failed allocations.
-
-        Raises a ``UsageError`` if the native part is missing, or if this process already has a guard.
-        """
+        """Start rescuing allocations, or raise a ``UsageError``: no native part, or a guard is at work already."""
         if self._core is None:
             self._core = self._device.make_guard()
         self._core.set_most_host_bytes(self._max_host_bytes())

@@ -129,9 +129,6 @@ def policy_of(settings: Settings, num_layers: int) -> Policy:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether the dotted ``pattern`` names ``path`` or a module around it.
-
-    ``mlp`` matches ``mlp`` and ``mlp.linear_fc1``; ``core_attention`` matches ``self_attention.core_attention``.
-    """
+    """Whether ``pattern`` (``core_attention``, ``mlp.linear_fc1``) names ``path`` or a module around it."""
     wanted, parts = pattern.split("."), path.split(".")
     return any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1))

@@ -41,10 +41,7 @@ from megatron.swap.profiling.recording import TRIAL
 
 
 class Recomputer:
-    """Determines which saved storages can be recomputed, and recomputes them in backward.
-
-    ``checks`` compares one recomputed storage in each forward; with ``verify`` all are compared by checksums.
-    """
+    """Finds and recomputes storages. ``checks`` compares one in each forward, ``verify`` all by checksums."""
 
     def __init__(
         self, device: Device, decider: Decider, counters: Counters, ranges: Ranges, checks: RunChecks,

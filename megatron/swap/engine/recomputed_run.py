@@ -127,10 +127,7 @@ class RunChecks:
         return CheckedRun(self, known, state, places, num_saved, sees_saved, sees_all, forked, contexts)
 
     def print_in_turn(self, site: Site, number: int, storage: torch.UntypedStorage) -> Print | None:
-        """Return the fingerprint of ``storage`` in its turn: one recomputed storage in each forward. None otherwise.
-
-        Function ``number`` of the chain of ``site`` recomputes the storage.
-        """
+        """Return the fingerprint of ``storage``, which function ``number`` of a site's chain makes, in its turn."""
         known, is_turn = self._turn(self._sites, (site, number), site)
         if not is_turn or storage.device.type == "meta":
             return None
@@ -175,10 +172,7 @@ class RunChecks:
         self._is_newer = True
 
     def before_step(self) -> None:
-        """Raise a ``RecomputedRunError`` if a flag is set, before an optimizer steps.
-
-        Reads the flags of this backward, or of the one before, if they have arrived on the host.
-        """
+        """Raise a ``RecomputedRunError`` if a flag is set, of this backward or the last, that has arrived here."""
         if not self._is_newer:
             return
         self._finish()

@@ -142,10 +142,7 @@ class Reloader:
         return handle.state is not StorageState.OFFLOADED
 
     def _reload(self, handles: list[Handle], *, is_prefetch: bool = False) -> None:
-        """Enqueue the copies to the device, in the order given, or raise a ``SwapError`` if the engine is closed.
-
-        A prefetch stops early if memory is short; the remaining storages are reloaded on demand.
-        """
+        """Enqueue the copies to the device, in this order. A prefetch stops early if memory is short."""
         if not handles:
             return
         if self._is_closed:

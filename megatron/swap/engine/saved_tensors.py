@@ -234,10 +234,7 @@ class SavedTensors:
             return self.unpack(packed)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        """Return the tensor as it was saved: same bytes, offset, shape and stride.
-
-        Raises a ``RuntimeError`` if it was changed in place since, as autograd does without hooks.
-        """
+        """Return the tensor as it was saved, or raise a ``RuntimeError`` if it was changed in place since."""
         if isinstance(packed, torch.Tensor):
             return packed
         if packed.record is not None:
@@ -272,10 +269,7 @@ class SavedTensors:
 
 
 class LayerPacker:
-    """Packs the tensors that autograd saves in one forward of a layer. Implements ``Packing`` for the recomputer.
-
-    Arguments as for ``SavedTensors.hooks``.
-    """
+    """Packs the tensors that autograd saves in one forward of a layer. Arguments as for ``SavedTensors.hooks``."""
 
     def __init__(
         self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], sources: Mapping[int, Site]

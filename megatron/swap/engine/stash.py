@@ -38,11 +38,7 @@ class Stash:
         self._tensors = tensors
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors as they were stashed; offloaded ones are reloaded.
-
-        Raises:
-            RuntimeError: one was changed in place since, as for any tensor that autograd saves.
-        """
+        """Return the tensors as stashed, offloaded ones reloaded. Raises a ``RuntimeError`` if one was changed."""
         if self._end is None:
             return self._tensors
         node: Any = self._end.grad_fn
@@ -50,11 +46,7 @@ class Stash:
 
 
 def stash(*tensors: torch.Tensor) -> Stash:
-    """Let autograd save ``tensors``, in the forward of an autograd function or anywhere else.
-
-    Raises:
-        UsageError: one of ``tensors`` is not a tensor.
-    """
+    """Let autograd save ``tensors``, anywhere in a forward. Raises a ``UsageError`` unless all are tensors."""
     for given in tensors:
         if not isinstance(given, torch.Tensor):
             raise UsageError(f"stash: tensors are expected, a {type(given).__name__} was given; leave it on ctx.")

@@ -39,10 +39,7 @@ class Layers:
         self._names: dict[nn.Module, SiteNames] = {}
 
     def install(self, specs: Sequence[LayerSpec], *, ends_in_loss: bool = True) -> None:
-        """Put boundaries around the layers of a model chunk, in the order of forward.
-
-        Raises a ``UsageError`` if the policy lets a layer run again that must not.
-        """
+        """Put boundaries around a chunk's layers, or raise a ``UsageError`` if one that must not is to run again."""
         policy, chunk = self._policy, list[Boundary]()
         self._chunks.append((chunk, ends_in_loss))
         try:

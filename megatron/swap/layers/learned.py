@@ -118,10 +118,7 @@ class LearnedLayers(Layers):
         return [boundary.module for boundary in self.order.seen()]
 
     def learn_order(self, window_bytes: int | None) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Number the runs as in ``seen_order``, which is not empty. Other layers keep their saved tensors from now on.
-
-        Return the layers that no backward has entered, and those that run in other forwards than the longest.
-        """
+        """Number the runs by ``RunOrder.learn``, and apply the policy to them. Return its results, as modules."""
         idle, elsewhere = self.order.learn()
         for boundary in self.boundaries:
             assert boundary.makers is not None

@@ -63,10 +63,7 @@ class AlikeRuns:
 def kind_of(
     module: nn.Module, inputs: Iterable[torch.Tensor], did: Iterable[Hashable] | None, *others: Hashable
 ) -> Hashable:
-    """Return a value that is equal for runs that save tensors of the same sizes at the same sites.
-
-    ``did`` is from ``Makers.did``, or None if it is not known.
-    """
+    """Return a value that is equal for runs that save alike. ``did`` is from ``Makers.did``, or None if unknown."""
     return (
         type(module),
         tuple((name, *form_of(one)) for name, one in module.named_parameters()),

@@ -48,10 +48,7 @@ class RunOrder:
         self._seen[boundary] = _Seen()
 
     def begin_forward(self, *, is_measuring: bool) -> None:
-        """Begin a forward of the model, and forget the graphs of earlier ones.
-
-        Raises a ``UsageError`` if the first steps are measured and the forward before still waits for its backward.
-        """
+        """Begin a forward, or raise a ``UsageError`` if the last one waits for its backward in measured steps."""
         seen = self._seen.values()
         has_graph = any(one.graph is not None and one.graph() is not None for one in seen)
         if (is_measuring or not self.is_known) and has_graph and not any(one.is_entered for one in seen):

@@ -47,10 +47,7 @@ class Built:
 
 
 class MegatronHints(ModelHints):
-    """Answers about a model of Megatron.
-
-    Without ``built``, Megatron's trainer will build the model, and has patched Megatron itself.
-    """
+    """Answers about a model of Megatron. Without ``built``, the trainer builds the model, and has patched Megatron."""
 
     remedy = ""  # Megatron's flags
     tells_details = True

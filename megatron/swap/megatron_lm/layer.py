@@ -41,13 +41,9 @@ def known_modules() -> list[str]:
     """Return the submodule names that ``--swap-modules`` may use, from the specs of the installed megatron-core."""
     names = {OWN_PATH, CHECKPOINT_PATH}
     for spec in (
-        TransformerLayerSubmodules,
-        SelfAttentionSubmodules,
-        CrossAttentionSubmodules,
-        MLASelfAttentionSubmodules,
-        MLPSubmodules,
-        MoESubmodules,
-    ):
+        TransformerLayerSubmodules, SelfAttentionSubmodules, CrossAttentionSubmodules, MLASelfAttentionSubmodules,
+        MLPSubmodules, MoESubmodules,
+    ):  # fmt: skip
         names.update(field.name for field in dataclasses.fields(spec))
     return sorted(name for name in names if not name.endswith(("_bda", "_map")))
 
@@ -92,13 +88,9 @@ class MegatronLayers(Layers):
     """
 
     def __init__(
-        self,
-        saved_tensors: SavedTensors,
-        policy: Policy,
-        modules: Sequence[str],
-        producers: Producers | None = None,
+        self, saved_tensors: SavedTensors, policy: Policy, modules: Sequence[str], producers: Producers | None = None,
         errors: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(saved_tensors, policy, errors)
         self._modules = modules
         self._producers = producers

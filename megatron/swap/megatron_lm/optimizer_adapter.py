@@ -114,10 +114,7 @@ class AdaptedOptimizer:
         self._give_back(self.overrides)
 
     def remove(self) -> None:
-        """Restore all methods; while state is in host memory, keep those that read it for a checkpoint.
-
-        State is not moved. Materialize it first to continue training.
-        """
+        """Restore the methods, except those that read state in host memory for a checkpoint. State stays there."""
         is_in_host = bool(self.stepper.state.offloaded)
         self._give_back([one for one in self.overrides if not (one.reads_host and is_in_host)])
 
@@ -301,10 +298,7 @@ def stepped_params(optimizer: Any) -> list[torch.Tensor]:
 
 
 def main_params_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the main parameters that are copies of the model's, in the order of their creation.
-
-    Raises a ``UsageError`` unless ``optimizer`` is a ``MegatronOptimizer``.
-    """
+    """Yield main parameters that are copies, in order of creation, or raise a ``UsageError`` for foreign optimizers."""
     if not isinstance(optimizer, MegatronOptimizer):
         raise UsageError(
             f"--swap-optimizer: {type(optimizer).__name__} is not an optimizer of Megatron, whose state alone can be "
@@ -354,10 +348,7 @@ def tables_of(inner: torch.optim.Optimizer) -> list[Table]:
 
 
 def copier_to_model(optimizer: Any) -> OnUpdated:
-    """Return a function that copies new values of a main parameter to the model's parameter.
-
-    ``optimizer`` is not chained. Raises a ``UsageError`` if its class is unknown.
-    """
+    """Return a function that copies new main values to the model, or raise a ``UsageError`` for an unknown class."""
     groups: Sequence[tuple[Any, Any]]  # main parameters, and those of the model
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
         groups = [(optimizer.fp32_from_float16_groups, optimizer.float16_groups)]

@@ -230,10 +230,7 @@ class OptimizerSwap:
         self._overlap.is_enabled = overlaps
 
     def set_offload_fraction(self, fraction: float) -> None:
-        """Offload ``fraction`` of all state from now on, at most the first fraction. Call this between steps.
-
-        State on disk is the first to return to the device.
-        """
+        """Offload ``fraction`` of the state, at most the first one, between steps. State on disk returns first."""
         wanted = self._selection.choose_again(self._param_states(), fraction)
         for adapted in self._adapted:
             adapted.stepper.set_offloaded(wanted)
@@ -321,10 +318,7 @@ class OptimizerSwap:
         self._remove_hooks()
 
     def close(self) -> None:
-        """Remove the adapters after training. State stays materialized, so that a last checkpoint can be saved.
-
-        Raises a ``DiskError`` if a write failed: the state on disk is incomplete, and the run ends.
-        """
+        """Remove the adapters. State stays materialized, to be saved. Raises a ``DiskError`` if a write failed."""
         try:
             for adapted in self._adapted:
                 adapted.stepper.materialize()

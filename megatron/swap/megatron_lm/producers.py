@@ -141,16 +141,11 @@ def record_copy(recomputer: Recomputer, given: Any, used: Any) -> None:
 
 
 def record_norm_of_linear(
-    recomputer: Recomputer,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
+    recomputer: Recomputer, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any],
     result: Any,
-) -> None:
-    """Record the norm output of TransformerEngine's norm-and-linear module: ``result`` is output and statistics.
-
-    It runs inside an autograd function, where gradients are always off, so ``is_grad_enabled`` is not checked.
-    """
+) -> None:  # fmt: skip
+    """Record the norm output of TransformerEngine's norm-and-linear module: ``result`` is output and statistics."""
+    # It runs inside an autograd function, where gradients are always off, so `is_grad_enabled` is not checked.
     output = lambda *given, **named: function(*given, **named)[0]  # noqa: E731
     if type(result[0]) is torch.Tensor:
         recomputer.record(NORM, output, arguments, options, result[0])

@@ -33,14 +33,9 @@ class SharedPatches:
         return [model for reference in self._models if (model := reference()) is not None]
 
     def add(
-        self,
-        model: ModelEvents,
-        facts: MegatronFacts,
-        settings: Settings,
-        kinds: Collection[str],
-        *,
+        self, model: ModelEvents, facts: MegatronFacts, settings: Settings, kinds: Collection[str], *,
         patches_full: bool,
-    ) -> AppliedPatches:
+    ) -> AppliedPatches:  # fmt: skip
         """Apply the patches that ``model`` needs and no other model has applied. Return them.
 
         Their ``left_out`` are the optional ones that ``model`` goes without. Arguments are as for ``patches_of_model``.

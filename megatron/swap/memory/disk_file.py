@@ -46,10 +46,7 @@ class DiskRoom:
     num_bytes: int
 
     def view(self) -> torch.Tensor:
-        """Map the bytes as a uint8 tensor. The kernel reads them at the first access, and writes changes back.
-
-        While a tensor on the mapping lives, ``DiskFile`` must not read or write these bytes.
-        """
+        """Map the bytes as uint8. While such a tensor lives, ``DiskFile`` must not read or write these bytes."""
         with torch.inference_mode(False):
             return torch.frombuffer(self.file.mapping(), dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
 
@@ -122,10 +119,7 @@ def _unusable(folder: str | Path, error: OSError) -> UsageError:
 
 
 class DiskFile:
-    """A nameless file on the disk of ``folder``. It hands out room, and reads and writes with threads of its own.
-
-    Raises a ``UsageError`` if no file can be created in ``folder``.
-    """
+    """A nameless file on the disk of ``folder``, with threads of its own, or a ``UsageError`` if it cannot be made."""
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
         self._folder = folder
@@ -178,11 +172,9 @@ class DiskFile:
         return mapping
 
     def read(self, room: DiskRoom, start: int, target: torch.Tensor) -> list[Future[None]]:
-        """Fill ``target`` from byte ``start`` of ``room`` on. Return a future a chunk, which may raise ``DiskError``.
+        """Fill ``target`` (uint8, whole blocks in whole pages) from byte ``start`` of ``room`` on, the start of a block.
 
-        Args:
-            target: uint8, whole blocks, from the start of a page on. The caller keeps it until all futures are done.
-            start: a multiple of ``BLOCK_BYTES``.
+        Return a future a chunk, which may raise ``DiskError``. The caller keeps ``target`` until all are done.
         """
         return [
             self._readers.submit(self._move, True, chunk, room.offset + start + at) for at, chunk in _chunks(target)

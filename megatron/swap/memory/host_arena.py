@@ -42,10 +42,7 @@ class HostArena:
         return self.take_all([num_bytes])[0]
 
     def take_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return uint8 tensors of these sizes, each from the start of a page on. Faster than a call for each.
-
-        Raises a ``HostMemoryError``, and takes nothing, if the limit or the machine does not allow all of them.
-        """
+        """Return uint8 tensors of these sizes, from pages' starts, or raise a ``HostMemoryError`` and take none."""
         if not self._fit(sizes):
             raise HostMemoryError(
                 f"offloaded optimizer state needs {format_bytes(sum(map(_paged, sizes)))} more of host memory: "

@@ -108,10 +108,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: bool) -> None:
-    """Raise a ``HostMemoryError`` if one rank's request exceeds its equal part of the available memory.
-
-    ``unchecked`` accepts every positive request: the memory of some machines grows on demand.
-    """
+    """Raise a ``HostMemoryError`` if a request exceeds a rank's equal part of the memory, unless ``unchecked``."""
     if requested_bytes <= 0:
         raise UsageError(f"--swap-host-gib must be greater than 0, got {requested_bytes / GIB:g}")
     # The headroom is for the default only: a user who gives a number may use the headroom too.
@@ -142,10 +139,7 @@ def _physical_memory(root: Path) -> tuple[int, int]:
 
 
 def _cgroup_limits(root: Path, cache: Sequence[str] = ("inactive_file",)) -> list[tuple[int, int]]:
-    """Return (limit, bytes left) of every cgroup with a memory limit between this process and the root.
-
-    Page cache of the kinds ``cache`` counts as left.
-    """
+    """Return (limit, bytes left) of this process's cgroups. Page cache of the kinds ``cache`` counts as left."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

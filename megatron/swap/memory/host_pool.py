@@ -84,10 +84,7 @@ class Lease:
         return self._pool._views(self.extents, self.nbytes)
 
     def free(self, fence: int = 0) -> None:
-        """Return the memory to the pool, once. Any thread and any finalizer may call this at any moment.
-
-        ``fence`` is the number of the last copy that may still read the memory; 0 if there is none.
-        """
+        """Return the memory, once, on any thread at any moment. ``fence``: the last copy that may read it, or 0."""
         try:
             self._live.pop()
         except IndexError:
@@ -108,25 +105,16 @@ class HostPool:
 
     Args:
         limit: the most bytes to reserve. A budget's limit is its unreserved bytes when the pool grows.
-        pinned: register the slabs with CUDA, and place them near the device.
+        pinned: register the slabs with CUDA ``device``, by default the current one, and place them near it.
         slab_bytes: whole pages. The last slab before the limit may be smaller.
-        device: index of the CUDA device; the current device by default.
-        poison: fill memory that is not leased with 0xFF bytes, which are NaN in every floating type. A copy that runs
-            too late or too early then yields NaN. Whole slabs become resident.
-        available_bytes: returns the host memory available now, which the pool does not exceed. ``None`` if only
-            ``limit`` counts.
+        poison: fill memory that is not leased with 0xFF bytes: NaN, so that a copy too late or too early shows.
+        available_bytes: returns the host memory available now, which the pool does not exceed.
     """
 
     def __init__(
-        self,
-        *,
-        limit: int | HostMemoryBudget,
-        pinned: bool,
-        slab_bytes: int = 1 << 30,
-        device: int | None = None,
-        poison: bool = False,
-        available_bytes: Callable[[], int] | None = None,
-    ) -> None:
+        self, *, limit: int | HostMemoryBudget, pinned: bool, slab_bytes: int = 1 << 30, device: int | None = None,
+        poison: bool = False, available_bytes: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
         self.budget = HostMemoryBudget(limit) if isinstance(limit, int) else limit
         self._device = self._numa_node = None
         if pinned:
@@ -163,10 +151,7 @@ class HostPool:
                 self._grow(nbytes - self._reserved_bytes, f"a reservation of {format_bytes(nbytes)}")
 
     def lease(self, nbytes: int) -> Lease:
-        """Lease ``nbytes``, in one extent if a free block is large enough.
-
-        Raises a ``HostMemoryError``, and changes nothing, if the limit or the machine does not let the pool grow.
-        """
+        """Lease ``nbytes``, in one extent if possible, or raise a ``HostMemoryError`` if the pool cannot grow."""
         paged_bytes = round_up(nbytes, PAGE_BYTES)
         with self._lock:
             self._check_open()
@@ -198,10 +183,7 @@ class HostPool:
             )
 
     def close(self, *, force: bool = False) -> None:
-        """Unregister and release all memory. Every copy must be over. A second call does nothing.
-
-        Raises a ``LeaseError`` if leases are not freed, unless ``force``: then their views become pageable memory.
-        """
+        """Release all memory: no copy may be under way. Raises a ``LeaseError`` for leases, unless ``force``."""
         with self._lock:
             if self._closed:
                 return

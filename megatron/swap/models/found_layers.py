@@ -23,10 +23,7 @@ def is_megatrons(model: nn.Module | Iterable[nn.Module]) -> bool:
 
 
 def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the layers of ``model``, or the passed layers, each once.
-
-    Raises a ``UsageError`` if there are none, or boundaries cannot be put around them.
-    """
+    """Return the layers of ``model``, or those passed, each once, or raise a ``UsageError`` if that cannot be."""
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise UsageError(
             "nn.DataParallel runs copies of the layers on other GPUs, which have no boundaries. Use "

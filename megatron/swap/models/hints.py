@@ -93,10 +93,7 @@ class ModelHints:
     # ------------------------------------------------------------------- when the model is there
 
     def prepare(self, chunks: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[list[Undo], str | None]]:
-        """Change the model as swapping needs it. Yield how to undo each change, and a line that tells of it.
-
-        Raises a ``UsageError`` if the model cannot be swapped with these settings.
-        """
+        """Change the model, or raise a ``UsageError``. Yield how to undo each change, and a line that tells of it."""
         for chunk in chunks if settings.auto else ():
             yield from take_over(chunk)
 
@@ -133,10 +130,7 @@ class ModelHints:
         return 0
 
     def first_forward(self, arguments: Sequence[Any], options: Mapping[str, Any], settings: Settings) -> None:
-        """Note the arguments of the first forward with gradients.
-
-        Raises a ``UsageError`` if they show that the plan is another model's.
-        """
+        """Note the first forward's arguments, or raise a ``UsageError`` if the plan is another model's."""
 
     # ------------------------------------------------------------------- between steps
 

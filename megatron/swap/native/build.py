@@ -65,10 +65,7 @@ class BuildError(Exception):
 
 @functools.cache
 def load() -> Any:
-    """Return the module in ``bindings.cpp``, and build it if needed.
-
-    Return None if it cannot be built, or MEGATRON_SWAP_NATIVE is 0.
-    """
+    """Return the module in ``bindings.cpp``, built if needed; None if it cannot be built, or is switched off."""
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:

@@ -25,10 +25,7 @@ class Flag(Protocol):
 
 
 class GuardCore(Protocol):
-    """The core in ``guard.h``: evicts offered storages when an allocation fails, on any thread, without Python.
-
-    Storages are passed as ``untyped_storage()._cdata``, events as addresses.
-    """
+    """The core in ``guard.h``. Storages are passed as ``untyped_storage()._cdata``, events as addresses."""
 
     def begin(self) -> None: ...  # rescue allocations from now on
     def end(self) -> None: ...  # stop rescuing allocations; offers remain
@@ -79,10 +76,7 @@ def _cuda_allocator() -> CDLL:
 
 
 def new_guard(*cuda: object) -> GuardCore:
-    """Make the core for the emulated device, or with the arguments of ``cuda_guard`` for a CUDA device.
-
-    Raises a ``UsageError`` without the C++ part, or if this process has a guard already.
-    """
+    """Make a core, with the arguments of ``cuda_guard`` for CUDA, or raise a ``UsageError``: no C++, or a second."""
     if native().is_any_guard_in_force():
         raise UsageError(
             "an out-of-memory guard is at work in this process already (--swap-oom-guard), and there can be one at a "

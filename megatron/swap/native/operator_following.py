@@ -29,17 +29,14 @@ class Following(Protocol):
     @property
     def saw_all(self) -> bool:
         """Valid after the end: no operator took a gradient, ran in another thread, or in a mode entered since."""
-        ...
 
     @property
     def is_as_expected(self) -> bool:
         """Valid after the end: ``saw_all``, and the sequence ran whole, beside unreported operators alone."""
-        ...
 
     @property
     def unseen(self) -> Callable[[], AbstractContextManager[None]]:
         """A function that makes a context for operators that neither this object nor a dispatch mode sees."""
-        ...
 
     def begin(self) -> None: ...
     def end(self) -> None: ...

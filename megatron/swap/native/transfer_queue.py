@@ -49,10 +49,7 @@ Job = Sequence[Step]
 
 
 class JobState(IntEnum):
-    """State of a job; the numbers are those of ``transfer_queue.h``.
-
-    A job passes through the first four in order. ``DONE`` and all below are final.
-    """
+    """State of a job, numbered as in ``transfer_queue.h``: four in order, of which ``DONE`` and all below are final."""
 
     WAITING = 0
     RUNNING = 1
@@ -107,10 +104,7 @@ class TransferQueue:
         return bool(self._core.erase(ticket))
 
     def is_done(self, ticket: int) -> bool:
-        """Whether the job is over, complete or failed, and no longer uses its memory.
-
-        Raises a ``UsageError`` if the job was withdrawn, or the ticket is not of this queue.
-        """
+        """Whether the job is over, complete or failed. Raises a ``UsageError`` if it was withdrawn or is unknown."""
         return self._checked(ticket, self._core.state(ticket)) in (JobState.DONE, JobState.FAILED)
 
     def wait_issued(self, ticket: int) -> None:
@@ -140,10 +134,7 @@ class TransferQueue:
             raise self._failure(failed)
 
     def wait_and_stop(self) -> None:
-        """Accept no more jobs, finish the queued jobs, and end the thread. A second call does nothing.
-
-        Raises as ``wait_all``. The queue is stopped then, unless it was never started.
-        """
+        """Accept no more jobs, finish the queued ones, and end the thread if it was started. Raises as ``wait_all``."""
         if self._core.is_started() or not self._core.num_waiting():
             self._core.close()
         try:

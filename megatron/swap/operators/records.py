@@ -57,11 +57,9 @@ class OperatorOrder:
 
 
 class Operators:
-    """A context that sees the operators of this thread, once each has run.
+    """A context that sees the operators of this thread, once each has run, but those of ``recomputer``.
 
-    Args:
-        recomputer: is told while the context is entered, so that its own operators are not seen.
-        tensors: tensors that the layer may read or change: its weights, its buffers and its inputs.
+    The layer may read or change ``tensors``: its weights, its buffers and its inputs.
     """
 
     sequence: object | None = None  # the expected operators, if only some of them are to be seen
@@ -171,10 +169,7 @@ class OperatorWatch(Operators):
 
 
 class OperatorFollower(Operators):
-    """Follows a layer's operators along ``order``, and so knows each output's number.
-
-    ``sources`` gets sites for outputs of operators, by the addresses of their storages.
-    """
+    """Follows operators along ``order``, which numbers outputs. ``sources`` gets sites for these, by address."""
 
     def __init__(
         self, recomputer: Recomputer, layer: int, sources: dict[int, Site], order: OperatorOrder,
@@ -201,13 +196,7 @@ class OperatorFollower(Operators):
 
 
 class OperatorRecords(OperatorFollower):
-    """Records the outputs of operators of this thread that may run again.
-
-    Args:
-        recomputer: receives the records.
-        order: of the layer's operators, as watched.
-        wanted: numbers of outputs to record, and of the outputs that they are made from; ``None`` for all.
-    """
+    """Records outputs that may be made again: the ``wanted`` ones and what they are made from, or all if None."""
 
     def __init__(
         self, recomputer: Recomputer, layer: int, sources: dict[int, Site], order: OperatorOrder,

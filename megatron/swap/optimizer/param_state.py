@@ -15,8 +15,7 @@ from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.memory.disk_file import DiskRoom, padded
 from megatron.swap.optimizer.wrapped import drop_caches, stored
 
-ALIGNED_ELEMENTS = 128
-"""Shards begin at a multiple of this many elements: vectorized kernels read aligned memory faster."""
+ALIGNED_ELEMENTS = 128  # shards begin at a multiple of it: vectorized kernels read aligned memory faster
 MAIN = "main"  # a parameter's own values among its offloaded tensors
 
 
@@ -53,13 +52,11 @@ class ParamState:
     """The offloaded tensors and shards of one parameter."""
 
     param: torch.Tensor  # the object in the optimizer's groups
+    # Offloaded tensors of the parameter's shape, by name; `MAIN` is the parameter itself, if its values are offloaded
+    # too.
     tensors: dict[str, OffloadedTensor] = field(default_factory=dict)
-    """Offloaded tensors of the parameter's shape, by name; ``MAIN`` is the parameter itself, if its values are
-    offloaded too."""
-    shards: list[ParamShard] = field(default_factory=list)
-    """Slices of the parameter, in order; empty until the first step."""
-    wrappers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Objects of the optimizer around some of ``tensors``, by name."""
+    shards: list[ParamShard] = field(default_factory=list)  # slices of it, in order; empty until the first step
+    wrappers: dict[str, torch.Tensor] = field(default_factory=dict)  # the optimizer's objects around some of `tensors`
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
@@ -113,8 +110,8 @@ class ParamShard:
     start: int
     stop: int
     has_state: bool = False  # stepped or loaded before; until then its moments are allocated but have no values
+    # State without the parameter's shape (a step counter, say), which is never offloaded.
     small_state: dict[str, Any] = field(default_factory=dict)
-    """State without the parameter's shape (a step counter, say), which is never offloaded."""
 
     @property
     def num_bytes(self) -> int:

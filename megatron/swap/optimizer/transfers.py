@@ -94,27 +94,29 @@ class StateTransfers:
         spans = _on_disk(shard.span_of(tensor) for shard in shards for _, tensor in shard.tensors_to_load())
         return PendingBucket(shards, self._staging.fetch(spans) if spans and self._staging else None)
 
-    def load(self, pending: PendingBucket) -> Bucket:
-        """Allocate a buffer and enqueue the copies of the pending shards into it. Raises ``DiskError``."""
-        pending = self._make_readable(pending)
-        return self._load_into(self._device.allocate(_load_bytes(pending.shards)), pending)
+    def load(self, pending: PendingBucket, *, is_ahead: bool = False) -> Bucket | None:
+        """Allocate a buffer and enqueue the copies of the pending shards into it. Raises ``DiskError``.
 
-    def load_if_free(self, pending: PendingBucket) -> Bucket | None:
-        """Do as ``load``, but return None instead of taking device memory from others."""
-        pending = self._make_readable(pending)
-        # Buffers are allocated on the compute stream, which later uses them.
-        buffer = self._device.allocate_if_free(_load_bytes(pending.shards))
-        return None if buffer is None else self._load_into(buffer, pending)
-
-    def _make_readable(self, pending: PendingBucket) -> PendingBucket:
-        """Return ``pending``, or a new read of its shards."""
+        ``is_ahead``: return None instead of taking device memory from others.
+        """
         # The last offload of such a shard is in flight. Compute waits for it here, and the H2D stream for compute.
         if not self._offloading_shards.isdisjoint(pending.shards):
             self.release_offloaded()
         # Another optimizer has taken the read buffers.
         if pending.read is not None and pending.read.is_lost:
-            return self.begin_load(pending.shards)
-        return pending
+            pending = self.begin_load(pending.shards)
+        spans = (shard.span_of(tensor) for shard in pending.shards for _, tensor in shard.tensors_to_load())
+        num_bytes = sum(_aligned(stop - start) for _, start, stop in spans)
+        # Buffers are allocated on the compute stream, which later uses them.
+        buffer = self._device.allocate_if_free(num_bytes) if is_ahead else self._device.allocate(num_bytes)
+        return None if buffer is None else self._load_into(buffer, pending)
+
+    def load_now(self, shard: ParamShard) -> Bucket:
+        """Load a bucket of ``shard`` alone. Compute waits for the copies."""
+        bucket = self.load(self.begin_load([shard]))
+        assert bucket is not None
+        self.wait_for(bucket)
+        return bucket
 
     def _load_into(self, buffer: torch.Tensor, pending: PendingBucket) -> Bucket:
         self.device_bytes += buffer.numel()
@@ -147,8 +149,7 @@ class StateTransfers:
         """Return all offloaded tensors by name, flat, each in its own device memory. Compute waits for the copies."""
         whole: dict[str, torch.Tensor] = {}
         for shard in param_state.shards:
-            bucket = self.load(self.begin_load([shard]))
-            self.wait_for(bucket)
+            bucket = self.load_now(shard)
             for name, values in bucket.tensors[shard].items():
                 offloaded = param_state.tensors[name]
                 if name not in whole:
@@ -164,8 +165,7 @@ class StateTransfers:
         whole = self._device.allocate(offloaded.num_bytes).view(offloaded.dtype)
         for shard in param_state.shards or [ParamShard(param_state, 0, param_state.param.numel())]:
             without_moments = ParamShard(param_state, shard.start, shard.stop)
-            bucket = self.load(self.begin_load([without_moments]))
-            self.wait_for(bucket)
+            bucket = self.load_now(without_moments)
             whole[shard.start : shard.stop].copy_(bucket.tensors[without_moments][MAIN])
             self.discard(bucket)
         return whole
@@ -268,12 +268,6 @@ class StateTransfers:
         self._device.synchronize()
         if self._staging is not None:
             self._staging.synchronize()
-
-
-def _load_bytes(shards: Sequence[ParamShard]) -> int:
-    """Return the device bytes of the tensors that a step of ``shards`` reads."""
-    spans = (shard.span_of(tensor) for shard in shards for _, tensor in shard.tensors_to_load())
-    return sum(_aligned(stop - start) for _, start, stop in spans)
 
 
 def _on_disk(spans: Iterable[Span]) -> list[DiskSpan]:

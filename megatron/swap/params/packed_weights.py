@@ -80,10 +80,7 @@ class Block:
         return [weight.tensor._version for weight in self.weights.values()]
 
     def move(self, memory: torch.Tensor) -> None:
-        """Copy the bytes to ``memory``, and point the weights there, except those that others have moved elsewhere.
-
-        Gradients follow their weights to another device. Afterwards nothing here refers to the previous memory.
-        """
+        """Copy the bytes to ``memory``, and point weights and gradients there, except what others have moved."""
         memory.copy_(self.memory)
         self.memory, self.is_moved = memory, not self.is_moved
         for weight in self.weights.values():
@@ -174,10 +171,7 @@ class Layer:
 
 
 def named_layers(module: nn.Module, layers: Iterable[nn.Module], training: bool) -> dict[nn.Module, str]:
-    """Return the layers, each once, with their names in the model. Raises a ``UsageError`` if they cannot be swapped.
-
-    Without ``training`` they are in eval mode.
-    """
+    """Return the layers with their names, or raise a ``UsageError``. Without ``training`` they are in eval mode."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"swap.weights takes a torch.nn.Module, not {type(module).__name__}.")
     if not isinstance(layers, Iterable):

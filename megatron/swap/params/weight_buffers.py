@@ -157,10 +157,7 @@ class WeightBuffers:
         return buffer
 
     def begin_forward(self, layer: Layer, use: Use) -> None:
-        """Point the weights of ``layer`` to a buffer, for which compute waits. In a backward they stay there.
-
-        Raises a ``SwapError`` if all buffers hold layers that run, or others have moved the weights.
-        """
+        """Point weights to a buffer, for which compute waits, or raise a ``SwapError`` if none is free."""
         self._put(layer, use).is_running = True
 
     def end_forward(self, buffer: Buffer) -> None:
