@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.swap.common.types import MIB
-from megatron.swap.memory import host_pool
+from megatron.swap.memory import host_memory
 from megatron.swap.memory.host_memory import HostMemoryError, HostRegion, prepare_regions
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.native import build, cuda_library
@@ -27,6 +27,7 @@ class Runtime:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.refuses = True
         self._of_thread = threading.local()
+        monkeypatch.setattr(host_memory, "gpu_numa_node", lambda device: None)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
@@ -73,20 +74,19 @@ class TestFailedPageLock:
     """
 
     def test_registering(self, runtime: Runtime) -> None:
-        region = HostRegion(MIB, numa_node=None)
+        region = HostRegion(MIB)
         with pytest.raises(HostMemoryError, match=r"cudaHostRegister refused 1\.00 MiB"):
             region.register(0)
         runtime.launch()
 
     def test_unregistering(self, runtime: Runtime) -> None:
         runtime.refuses = False
-        (region,), _ = prepare_regions([MIB], device=0, numa_node=None)
+        (region,), _ = prepare_regions([MIB], device=0)
         runtime.refuses = True
         region.unregister()
         runtime.launch()
 
-    def test_the_pool_goes_on(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host_pool, "gpu_numa_node", lambda device: 0)
+    def test_the_pool_goes_on(self, runtime: Runtime) -> None:
         pool = HostPool(limit=4 * MIB, slab_bytes=MIB, pinned=True, device=0)
         with pytest.raises(HostMemoryError, match="cudaHostRegister refused"):
             pool.lease(MIB)

@@ -185,11 +185,7 @@ class Device(ABC):
                 self.guard.pause_here(False)
 
     def allocate_all(self, sizes: Sequence[int], *, is_ahead: bool) -> list[torch.Tensor]:
-        """Return a tensor of each size in bytes, or raise a ``torch.OutOfMemoryError``.
-
-        Tensors that are made ahead are not needed yet. Of these return only as many of the first as there is room for,
-        without evictions.
-        """
+        """Return a tensor of each size, or raise a ``torch.OutOfMemoryError``; ahead, as many as have room."""
         if not is_ahead:
             return [self.allocate(num_bytes) for num_bytes in sizes]
         found: list[torch.Tensor] = []

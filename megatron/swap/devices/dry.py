@@ -69,10 +69,7 @@ class DryDevice(Device):
         self._allocator = DryAllocator(expandable, capacity_bytes)
 
     def run(self, ms: float, workspace_bytes: Sequence[int] = (), host_ms: float = 0.0) -> None:
-        """Advance the clocks by an operator of ``ms`` on the device, 0 for a view, and ``host_ms`` to launch it.
-
-        ``workspace_bytes`` are blocks in use while it runs.
-        """
+        """Advance the clocks by an operator of ``ms``, 0 for a view, with blocks of ``workspace_bytes`` meanwhile."""
         self._host_ms += host_ms
         if ms:
             self._compute.end_ms = max(self._compute.end_ms, self._host_ms) + ms

@@ -49,13 +49,9 @@ class Decider:
         self._num_refusals: Counter[Site] = Counter()
 
     def decide(
-        self,
-        site: Site,
-        storage: torch.UntypedStorage,
-        position: LayerPosition,
-        current: Decision | None = None,
+        self, site: Site, storage: torch.UntypedStorage, position: LayerPosition, current: Decision | None = None,
         recomputability: Recomputability | None = None,
-    ) -> Decision:
+    ) -> Decision:  # fmt: skip
         """Return the decision for ``storage``: autograd saves a tensor on it at ``site``.
 
         ``current``, the decision of an earlier save, holds unless this tensor is recomputed. Nothing is recomputed

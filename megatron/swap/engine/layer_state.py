@@ -268,18 +268,22 @@ class _Walk:
                 self.add(value, f"{start}{key}", depth + 1)
 
 
-class _Some(Mapping[Any, Any]):
-    """A view of some entries of a dictionary."""
+class _View(Mapping[Any, Any]):
+    """A view of some parts of an object."""
 
-    def __init__(self, of: dict[Any, Any], names: Collection[str]) -> None:
+    def __init__(self, of: Any, names: Collection[str]) -> None:
         self.of = of
         self.names = names
 
-    def __iter__(self) -> Iterator[Any]:
-        return (name for name in self.names if name in self.of)
-
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class _Some(_View):
+    """A view of some entries of a dictionary."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (name for name in self.names if name in self.of)
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self.names:
@@ -287,18 +291,14 @@ class _Some(Mapping[Any, Any]):
         return self.of[key]
 
 
-class _Slots(Mapping[Any, Any]):
+class _Slots(_View):
     """A view of the slots of an object."""
 
     def __init__(self, of: Any) -> None:
-        self.of = of
-        self.names = tuple(_slots_of(type(of)))
+        super().__init__(of, tuple(_slots_of(type(of))))
 
     def __iter__(self) -> Iterator[Any]:
         return (name for name in self.names if hasattr(self.of, name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self.names or not hasattr(self.of, key):

@@ -32,14 +32,9 @@ class SwapManager:
     """Offloads and reloads storages. Nothing is evicted without ``guard``."""
 
     def __init__(
-        self,
-        device: Device,
-        tier: Tier,
-        policy: Policy,
-        settings: EngineSettings | None = None,
-        instruments: Instruments | None = None,
-        guard: OomGuard | None = None,
-    ) -> None:
+        self, device: Device, tier: Tier, policy: Policy, settings: EngineSettings | None = None,
+        instruments: Instruments | None = None, guard: OomGuard | None = None,
+    ) -> None:  # fmt: skip
         settings, instruments = settings or EngineSettings(), instruments or Instruments()
         self.guard = guard or OomGuard(device)
         self.release_budget = ReleaseBudget(settings.window_bytes)

@@ -181,10 +181,7 @@ class OomGuard:
         return [handle for handle in found if handle is not None]
 
     def tidy(self, has_passed: Callable[[int], bool]) -> None:
-        """Release unused host memory, pin newly mapped memory, and update the core's limit. Call it between layers.
-
-        ``has_passed`` tells whether a fence (the number given to ``Slot.free``) has passed.
-        """
+        """Free unused host memory, pin new memory, and set the limit, between layers. ``has_passed`` takes a fence."""
         if self._core is None or self._pool is None:
             return
         while self._freed and has_passed(self._freed[0][0]):

@@ -56,11 +56,7 @@ class Policy(ABC):
 
 
 class ManualPolicy(Policy):
-    """The policy of the command line's flags.
-
-    ``layers`` (0-based over the whole model) swap the submodules that ``modules`` name, or all if it is empty. All
-    layers recompute the outputs of the producers in ``recompute``.
-    """
+    """The flags' policy: ``layers`` swap ``modules``, or all if empty; all recompute the producers in ``recompute``."""
 
     def __init__(
         self, layers: Collection[int], modules: Sequence[str], min_bytes: int, recompute: Collection[str] = ()

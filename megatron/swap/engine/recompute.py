@@ -67,11 +67,7 @@ class Recomputer:
 
     @contextmanager
     def recording(self, on_end: Callable[[Collection[int]], None] | None = None) -> Iterator[None]:
-        """Return a context around a layer's forward: records of producers are valid until its end.
-
-        ``on_end`` gets the addresses of the storages that are recomputed, or read for a recomputation. Some may be
-        freed.
-        """
+        """Return a context around a layer's forward. ``on_end`` gets the addresses, maybe freed, that specs use."""
         outer, recording = self._recording, LayerRecording(used=None if on_end is None else set())
         self._recording = recording
         try:
@@ -84,12 +80,9 @@ class Recomputer:
             self._recording = outer
 
     def recorded(
-        self,
-        producer: str,
-        function: Callable[..., Any],
-        part: int | None = None,
+        self, producer: str, function: Callable[..., Any], part: int | None = None,
         context_of: Callable[[], Callable[[], AbstractContextManager[Any]] | None] = lambda: None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., Any]:  # fmt: skip
         """Return ``function`` so that each call with gradients records its output: item ``part`` if it returns a tuple.
 
         ``context_of`` is called after a recorded call. It returns a maker of the context in which the function would
@@ -306,24 +299,21 @@ class Recomputer:
             if recording.is_in_graph(tensor) or packing.is_constant(tensor) or source in chain.makers:
                 continue
             if packing.can_save(tensor):
-                if storage._cdata not in chain.sources and not self._is_made(site, source, recording, packing, chain):
-                    chain.sources.append(storage._cdata)
-                    chain.kept_bytes += storage.nbytes()
-                    if chain.kept_bytes >= chain.num_bytes:
-                        return Refusal(Reason.INPUT_NOT_SAVED)
+                if storage._cdata in chain.sources or self._is_made(site, source, recording, packing, chain):
+                    continue
+                chain.sources.append(storage._cdata)
+            elif source is not None:
+                if not self._decider.may_recompute(site, source.num_bytes, source.producer):
+                    return Refusal(Reason.INPUT_NOT_CHOSEN, source.producer)
+                if source.version_probe.changed():
+                    return Refusal(Reason.INPUT_CHANGED)
+                if problem := self._find_unsaved(site, source, recording, packing, chain):
+                    return problem
+                chain.makers.append(source)
                 continue
-            if source is None:
-                chain.kept_bytes += storage.nbytes()
-                if chain.kept_bytes >= chain.num_bytes:
-                    return Refusal(Reason.INPUT_NOT_SAVED)
-                continue
-            if not self._decider.may_recompute(site, source.num_bytes, source.producer):
-                return Refusal(Reason.INPUT_NOT_CHOSEN, source.producer)
-            if source.version_probe.changed():
-                return Refusal(Reason.INPUT_CHANGED)
-            if problem := self._find_unsaved(site, source, recording, packing, chain):
-                return problem
-            chain.makers.append(source)
+            chain.kept_bytes += storage.nbytes()
+            if chain.kept_bytes >= chain.num_bytes:
+                return Refusal(Reason.INPUT_NOT_SAVED)
         return None
 
     def _is_made(

@@ -108,10 +108,7 @@ def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None
 
 
 class SavedTensors:
-    """Packs and unpacks the tensors that autograd saves in the model's layers.
-
-    Tensors of other devices than ``device``, and wrapper tensors unless ``wrappers`` names them, are kept as they are.
-    """
+    """Packs and unpacks tensors that layers save. Those of other devices, and unnamed wrappers, are kept whole."""
 
     def __init__(
         self, manager: SwapManager, device: torch.device, recomputer: Recomputer | None, checks: RunChecks,

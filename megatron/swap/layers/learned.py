@@ -24,11 +24,7 @@ from megatron.swap.params.module_weights import computing_devices
 
 
 class LearnedLayers(Layers):
-    """The boundaries around all layers of a model. The first step shows the order of their runs.
-
-    ``is_measuring`` returns whether steps are measured now, ``has_room`` whether the host has room for that many bytes
-    more. ``modules`` has each layer once.
-    """
+    """The boundaries around ``modules``, each once. The first step shows their order. Others as for ``AlikeRuns``."""
 
     def __init__(
         self, modules: Sequence[nn.Module], saved_tensors: SavedTensors, policy: Policy,

@@ -64,14 +64,10 @@ def kind_of(
     module: nn.Module, inputs: Iterable[torch.Tensor], did: Iterable[Hashable] | None, *others: Hashable
 ) -> Hashable:
     """Return a value that is equal for runs that save alike. ``did`` is from ``Makers.did``, or None if unknown."""
-    return (
-        type(module),
-        tuple((name, *form_of(one)) for name, one in module.named_parameters()),
-        tuple((name, *form_of(one)) for name, one in module.named_buffers()),
-        tuple(map(form_of, inputs)),
-        None if did is None else tuple(did),
-        others,
-    )
+    parameters = tuple((name, *form_of(one)) for name, one in module.named_parameters())
+    buffers = tuple((name, *form_of(one)) for name, one in module.named_buffers())
+    done = None if did is None else tuple(did)
+    return type(module), parameters, buffers, tuple(map(form_of, inputs)), done, others
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:

@@ -92,10 +92,7 @@ class RunOrder:
         return [boundary for boundary in self._longest if self._seen[boundary].has_backward]
 
     def learn(self) -> tuple[list[Boundary], list[Boundary]]:
-        """Number the runs as in ``seen``, which is not empty. Other layers run apart from now on.
-
-        Return the layers that no backward has entered, and those that run in other forwards than the longest.
-        """
+        """Number the runs as in ``seen``; others run apart. Return those with no backward, then those elsewhere."""
         everything, self.boundaries = self.boundaries, self.seen()
         self.is_known = True
         apart = [boundary for boundary in everything if boundary not in self.boundaries]

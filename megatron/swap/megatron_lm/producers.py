@@ -22,11 +22,7 @@ LINEARS = ("linear_qkv", "linear_fc1")  # saved by attention and by the activati
 
 
 class Producers:
-    """Wraps kernels of a model's layers so that they record their outputs; ``remove`` unwraps them.
-
-    Kernels that are functions of a Megatron or TransformerEngine module are reached by patches instead
-    (``fused_activations``, ``te_normalization``, ``te_quantize``, ``rotary`` and ``te_qkv_layout`` in ``patches/``).
-    """
+    """Wraps kernels so that they record outputs; ``remove`` unwraps them. Kernels that are functions are patched."""
 
     def __init__(self, recomputer: Recomputer, kinds: Collection[str] = PRODUCERS) -> None:
         self._recomputer = recomputer

@@ -79,8 +79,12 @@ def record_values(
     for name in VALUES:
         values = getattr(quantized, name, None)
         if values is not None:
-            taking = lambda *given, name=name, **named: getattr(function(*given, **named), name)  # noqa: E731
-            recomputer.record(producer, taking, arguments, options, values)
+            recomputer.record(producer, _taking(name, function), arguments, options, values)
+
+
+def _taking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that returns only the values ``name`` of the results of ``function``."""
+    return lambda *given, **named: getattr(function(*given, **named), name)
 
 
 def record_quantization(

@@ -172,7 +172,7 @@ class DiskFile:
         return mapping
 
     def read(self, room: DiskRoom, start: int, target: torch.Tensor) -> list[Future[None]]:
-        """Fill ``target`` (uint8, whole blocks in whole pages) from byte ``start`` of ``room`` on, the start of a block.
+        """Fill ``target`` (uint8, whole blocks in whole pages) from byte ``start`` of ``room``, where a block begins.
 
         Return a future a chunk, which may raise ``DiskError``. The caller keeps ``target`` until all are done.
         """
@@ -192,21 +192,18 @@ class DiskFile:
         return [self._writers.submit(write, chunk, room.offset + start + at) for at, chunk in _chunks(source)]
 
     def _move(self, is_read: bool, memory: memoryview, offset: int) -> None:
-        with self.traffic.count(len(memory)):
-            self._move_all(is_read, memory, offset)
-
-    def _move_all(self, is_read: bool, memory: memoryview, offset: int) -> None:
+        call, what = (os.preadv, "reading") if is_read else (os.pwritev, "writing")
         done = 0  # a call may move fewer bytes than asked for
-        while done < len(memory):
-            call = os.preadv if is_read else os.pwritev
-            try:
-                moved = call(self._direct, [memory[done:]], offset + done)
-            except OSError as error:
-                raise self._failed(error, "reading" if is_read else "writing") from error
-            moved -= moved % BLOCK_BYTES if self.is_direct else 0  # a block moved in part is repeated
-            if moved <= 0:
-                raise self._failed(OSError(errno.EIO, os.strerror(errno.EIO)), "reading" if is_read else "writing")
-            done += moved
+        with self.traffic.count(len(memory)):
+            while done < len(memory):
+                try:
+                    moved = call(self._direct, [memory[done:]], offset + done)
+                except OSError as error:
+                    raise self._failed(error, what) from error
+                moved -= moved % BLOCK_BYTES if self.is_direct else 0  # a block moved in part is repeated
+                if moved <= 0:
+                    raise self._failed(OSError(errno.EIO, os.strerror(errno.EIO)), what)
+                done += moved
 
     def _failed(self, error: OSError, what: str) -> DiskError:
         with suppress(OSError):

@@ -9,13 +9,7 @@ import torch
 
 from megatron.swap.common.rounding import ceil_div, round_up
 from megatron.swap.common.types import MIB, format_bytes
-from megatron.swap.memory.host_memory import (
-    PAGE_BYTES,
-    HostMemoryError,
-    HostRegion,
-    gpu_numa_node,
-    prepare_regions,
-)
+from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError, HostRegion, prepare_regions
 
 MIN_PIECES_PER_REGION = 64  # that a shared mapping holds at least; a larger piece gets a mapping of its own
 
@@ -33,7 +27,6 @@ class HostArena:
         self._region_bytes = region_bytes
         self._large_bytes = region_bytes // MIN_PIECES_PER_REGION
         self._device = torch.cuda.current_device() if pinned else None
-        self._numa_node = gpu_numa_node(self._device) if self._device is not None else None
         self._regions: list[HostRegion] = []
         self._free: torch.Tensor | None = None
 
@@ -97,7 +90,7 @@ class HostArena:
         return taken
 
     def _reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        regions, _ = prepare_regions(sizes, device=self._device, numa_node=self._numa_node)
+        regions, _ = prepare_regions(sizes, device=self._device)
         self._regions += regions
         self.reserved_bytes += sum(sizes)
         return [region.tensor for region in regions]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_down
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
 from megatron.swap.memory.mapping import Mapping, release_dropped
@@ -195,12 +196,9 @@ class PrepareTimes:
 
 
 class HostRegion:
-    """One private anonymous mapping, registered with CUDA as a whole: any range of it can be one copy.
+    """A mapping registered with CUDA as a whole, so that any range of it can be one copy, while tensors on it live."""
 
-    The mapping is unregistered and unmapped when the region, ``tensor`` and all its views are gone.
-    """
-
-    def __init__(self, nbytes: int, *, numa_node: int | None) -> None:
+    def __init__(self, nbytes: int, *, numa_node: int | None = None) -> None:
         self._mapping = Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
             self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)  # all bytes
@@ -238,16 +236,14 @@ class HostRegion:
         self._mapping.unregister()
 
 
-def prepare_regions(
-    sizes: Sequence[int], *, device: int | None, numa_node: int | None
-) -> tuple[list[HostRegion], PrepareTimes]:
+def prepare_regions(sizes: Sequence[int], *, device: int | None) -> tuple[list[HostRegion], PrepareTimes]:
     """Map regions of the given sizes in bytes, or raise a ``HostMemoryError`` and leave none.
 
-    They are touched and registered for CUDA ``device``; without it, pages are left to their first use. The pages are
-    preferably on ``numa_node``; None if any node will do.
+    They are placed near CUDA ``device``, touched and registered; without it, pages are left to their first use.
     """
-    start = time.perf_counter()
+    start, numa_node = time.perf_counter(), None
     if device is not None:
+        numa_node = gpu_numa_node(device)
         release_dropped(device)  # CUDA refuses to map where a dropped mapping is registered
     # Touching scales with threads, and registering far less. So both run at once: touching threads take the regions in
     # order, and registering threads follow one region behind.
@@ -258,6 +254,8 @@ def prepare_regions(
         # All mappings before any touch: mmap and madvise need the address space's lock alone, page faults share it.
         for nbytes in sizes:
             regions.append(HostRegion(nbytes, numa_node=numa_node))
+        if numa_node is not None and not all(region.near_node for region in regions):
+            logger.debug("pages cannot be placed on NUMA node %d: the system refuses", numa_node)
         ready = []
         for region in regions if device is not None else ():
             touches = [
@@ -293,7 +291,7 @@ def _register_after(region: HostRegion, touches: list[Future[float]], device: in
 
 
 def gpu_numa_node(device: int) -> int | None:
-    """Return the NUMA node of CUDA device number ``device``; ``None`` if the system does not say."""
+    """Return the NUMA node of CUDA device number ``device``, or None if the system does not say."""
     properties: Any = torch.cuda.get_device_properties(device)
     pci_id = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     return pci_numa_node(pci_id)

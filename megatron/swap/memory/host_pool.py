@@ -14,18 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_down, round_up
 from megatron.swap.common.types import MIB, SwapError, format_bytes
 from megatron.swap.memory.host_budget import HostMemoryBudget
-from megatron.swap.memory.host_memory import (
-    PAGE_BYTES,
-    HostMemoryError,
-    HostRegion,
-    PrepareTimes,
-    gpu_numa_node,
-    prepare_regions,
-)
+from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError, HostRegion, PrepareTimes, prepare_regions
 
 # An extent of 1 MiB copies at 86 % of the link's full speed, one of 4 MiB at 96 % (H200, PCIe 5).
 MIN_SPLIT_BYTES = 4 * MIB
@@ -116,12 +108,7 @@ class HostPool:
         poison: bool = False, available_bytes: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         self.budget = HostMemoryBudget(limit) if isinstance(limit, int) else limit
-        self._device = self._numa_node = None
-        if pinned:
-            self._device = torch.cuda.current_device() if device is None else device
-            self._numa_node = gpu_numa_node(self._device)
-            if self._numa_node is None:
-                logger.debug("NUMA node of CUDA device %d unknown: host memory is not placed near it", self._device)
+        self._device = None if not pinned else torch.cuda.current_device() if device is None else device
         self.slab_bytes = slab_bytes
         self.pinned = pinned
         self.last_growth: PrepareTimes | None = None  # of the latest growth; None before the first
@@ -269,10 +256,7 @@ class HostPool:
             )
         sizes = self._slab_sizes(short_bytes, room_bytes, purpose)
         # Pageable slabs are touched at first use: a run may use only a few pages of a slab.
-        regions, self.last_growth = prepare_regions(sizes, device=self._device, numa_node=self._numa_node)
-        if self._numa_node is not None and not all(region.near_node for region in regions):
-            logger.debug("pages cannot be placed on NUMA node %d: the system refuses", self._numa_node)
-            self._numa_node = None  # so that the log has this line once
+        regions, self.last_growth = prepare_regions(sizes, device=self._device)
         for region in regions:
             self._slabs.append(region)
             self._reserved_bytes += region.nbytes

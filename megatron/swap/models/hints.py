@@ -83,11 +83,7 @@ class ModelHints:
         self, settings: Settings, device: Device, num_micro_batches: Callable[[], int], host_bytes: int,
         disk: DiskFile | None,
     ) -> Any:  # fmt: skip
-        """Return the framework's object that offloads optimizer state.
-
-        ``num_micro_batches`` returns those of the current step, ``host_bytes`` is the most host memory for state, and
-        ``disk`` holds state that does not fit there.
-        """
+        """Return the object that offloads optimizer state, ``host_bytes`` at most, and the rest to ``disk``."""
         raise NotImplementedError  # refused before: only Megatron's optimizers are adapted
 
     # ------------------------------------------------------------------- when the model is there
@@ -101,10 +97,7 @@ class ModelHints:
         self, engine: Engine, policy: Policy, settings: Settings, errors: Errors, is_measuring: Callable[[], bool],
         has_room: Callable[[int], bool],
     ) -> Layers:  # fmt: skip
-        """Return the layers with their boundaries. Layers that are known by chunk get them in ``Layers.add``.
-
-        ``is_measuring`` returns whether steps are measured now, ``has_room`` whether the host has room for some bytes.
-        """
+        """Return the layers; those known by chunk get boundaries in ``Layers.add``. Others as for ``AlikeRuns``."""
         if settings.auto:
             self._learned = LearnedLayers(
                 self.layers, engine.saved_tensors, policy, is_measuring, has_room,

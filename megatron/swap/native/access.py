@@ -42,11 +42,7 @@ class StorageAccess:
         self._refused.discard(address)
 
     def on_use(self, key: int, reload: Callable[[int], bool]) -> Callable[[], None]:
-        """Let C++ operators that declare their storages (``operator.h``) reload them first. Return the undo function.
-
-        ``reload`` gets the address of a ``StorageImpl``; it reloads the storage and returns True if it is the caller's,
-        whom ``key`` names.
-        """
+        """Let C++ operators call ``reload`` with addresses, which returns if it was its own. Return an undo."""
         if self._native is None:
             return lambda: None
         self._native.add_reload(key, reload)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import CDLL
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.native.build import BuildError, load
@@ -15,38 +14,9 @@ NEEDS = "--swap-oom-guard needs"
 
 Piece = tuple[int, int]  # address and size in bytes of a piece of host memory
 
-
-class Flag(Protocol):
-    """An event of the emulated device for native code."""
-
-    address: int  # in use only while the flag lives
-
-    def raise_(self) -> None: ...
-
-
-class GuardCore(Protocol):
-    """The core in ``guard.h``. Storages are passed as ``untyped_storage()._cdata``, events as addresses."""
-
-    def begin(self) -> None: ...  # rescue allocations from now on
-    def end(self) -> None: ...  # stop rescuing allocations; offers remain
-    def pause_here(self, pause: bool) -> None: ...  # rescue no allocation of this thread, or again
-    def offer(
-        self, key: int, storage_impl: int, num_bytes: int, num_owners: int, next_use: int, is_copied: bool,
-        event: int, group: int,
-    ) -> None:  # fmt: skip
-        """Allow the eviction of a storage, under the number ``key``, until ``withdraw``. See ``Offer`` in guard.h."""
-
-    # End an offer. Return `None` if not evicted, else the host memory of the bytes: none if `is_copied`.
-    def withdraw(self, key: int) -> list[Piece] | None: ...
-    def release(self, pieces: Sequence[Piece]) -> None: ...  # return host memory that no copy reads any more
-    def take_evicted(self) -> list[int]: ...  # keys of evicted offers that were not withdrawn, each once
-    def num_evictions(self) -> int: ...  # calls so far that evicted storages
-    def take_rescues(self) -> list[Any]: ...  # since the last call, each with the fields of `Rescue` in guard.h
-    def set_most_host_bytes(self, num_bytes: int) -> None: ...  # limit the host memory that is mapped
-    def mapped_bytes(self) -> int: ...  # host memory that is mapped now
-    def pin(self) -> None: ...  # register the mapped memory with CUDA, so that copies are fast
-    # Describe the guard's memory and its last error, for the message of an allocation that it did not rescue.
-    def report(self) -> str: ...
+# `Guard` of guard.h, which describes its methods. Storages are passed as `untyped_storage()._cdata`, events by address.
+GuardCore = Any
+Flag = Any  # `Flag` of machines.h: an event of the emulated device, at `address` while it lives
 
 
 def native(needs: str = NEEDS) -> Any:
@@ -82,8 +52,7 @@ def new_guard(*cuda: object) -> GuardCore:
             "an out-of-memory guard is at work in this process already (--swap-oom-guard), and there can be one at a "
             "time. Close what opened it first, or open this one without."
         )
-    core: GuardCore = native().Guard(0, *cuda)
-    return core
+    return native().Guard(0, *cuda)
 
 
 def cuda_guard(device: int, stream: int, done: int) -> GuardCore:

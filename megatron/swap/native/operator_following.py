@@ -26,17 +26,10 @@ Resolve = Callable[[str, str], Any]
 class Following(Protocol):
     """Follows the operators of this thread from ``begin`` to ``end``, below autograd and autocast."""
 
-    @property
-    def saw_all(self) -> bool:
-        """Valid after the end: no operator took a gradient, ran in another thread, or in a mode entered since."""
-
-    @property
-    def is_as_expected(self) -> bool:
-        """Valid after the end: ``saw_all``, and the sequence ran whole, beside unreported operators alone."""
-
-    @property
-    def unseen(self) -> Callable[[], AbstractContextManager[None]]:
-        """A function that makes a context for operators that neither this object nor a dispatch mode sees."""
+    # Both are valid after the end. No operator took a gradient, ran in another thread, or in a mode entered since.
+    saw_all: bool
+    is_as_expected: bool  # and the sequence ran whole, beside unreported operators alone
+    unseen: Callable[[], AbstractContextManager[None]]  # makes a context that neither this object nor a mode sees
 
     def begin(self) -> None: ...
     def end(self) -> None: ...

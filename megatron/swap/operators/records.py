@@ -115,11 +115,7 @@ class Operators:
 
 
 class OperatorWatch(Operators):
-    """Learns the order of a layer's operators, before any is recorded.
-
-    Backward cannot read a tensor that is changed in place later. The end of such a run is too late to find out: the
-    tensors to be made from it have been freed.
-    """
+    """Learns the order of a layer's operators and writes, in a run before any is recorded: its end is too late."""
 
     def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__(recomputer, tensors)

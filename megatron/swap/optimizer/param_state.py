@@ -6,6 +6,7 @@ single element of memory that is NaN: reads give NaN, writes raise an error, nei
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -138,6 +139,21 @@ def placeholder(like: torch.Tensor | OffloadedTensor, dtype: torch.dtype) -> tor
     """Return a tensor of ``like``'s shape and device on one element: NaN, or the least value of an integer type."""
     value = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=like.device).expand(like.shape)
+
+
+def batches[T](items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield ``items`` in their order, in batches of at most ``most_bytes``, or of a single larger one."""
+    batch: list[T] = []
+    batch_bytes = 0
+    for item in items:
+        num_bytes = bytes_of(item)
+        if batch and batch_bytes + num_bytes > most_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(item)
+        batch_bytes += num_bytes
+    if batch:
+        yield batch
 
 
 def has_shape_of(value: Any, param: torch.Tensor) -> bool:

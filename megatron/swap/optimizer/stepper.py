@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
 from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Mark
-from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, has_shape_of
+from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, batches, has_shape_of
 from megatron.swap.optimizer.partial_step import PartialStep, Settings, Table
 from megatron.swap.optimizer.state import OptimizerState
 from megatron.swap.optimizer.state_memory import TensorRequest
@@ -101,11 +102,7 @@ class BucketLoader:
 
 
 class OptimizerStepper:
-    """Replaces the step of one optimizer.
-
-    Raises a ``UsageError`` if a group keeps settings in tensors. If the types of state are known, raises a
-    ``HostMemoryError`` or ``DiskError`` without room for all state.
-    """
+    """Replaces an optimizer's step. Raises a ``UsageError`` for settings in tensors, or an error without room."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, transfers: StateTransfers,
@@ -172,33 +169,19 @@ class OptimizerStepper:
             yield groups
             return
         for number, params in enumerate(groups):
-            part: list[torch.Tensor] = []
-            for param in params:
-                if part and sum(one.nbytes for one in part) + param.nbytes > self._transfers.bucket_bytes:
-                    yield [part if other == number else [] for other in range(len(groups))]
-                    part = []
-                part.append(param)
-            yield [part if other == number else [] for other in range(len(groups))]
+            for part in [*batches(params, attrgetter("nbytes"), self._transfers.bucket_bytes)] or [[]]:
+                yield [part if other == number else [] for other in range(len(groups))]
 
     def _room_bytes(self) -> int:
         return max(self._options.measure_room(), NUM_BUFFERS * self._transfers.bucket_bytes)
 
     def _bucket_shards(self) -> Iterator[list[ParamShard]]:
-        """Yield each bucket's shards, filled up to the bucket size."""
-        bucket: list[ParamShard] = []
-        bucket_bytes = 0
-        for param_state in self.state.offloaded.values():
-            if _gradient(param_state.param) is None:
-                continue
-            for shard in self.state.shards(param_state):
-                shard_bytes = shard.num_bytes
-                if bucket and bucket_bytes + shard_bytes > self._transfers.bucket_bytes:
-                    yield bucket
-                    bucket, bucket_bytes = [], 0
-                bucket.append(shard)
-                bucket_bytes += shard_bytes
-        if bucket:
-            yield bucket
+        """Return each bucket's shards, filled up to the bucket size."""
+        shards = (
+            shard for param_state in self.state.offloaded.values() if _gradient(param_state.param) is not None
+            for shard in self.state.shards(param_state)
+        )  # fmt: skip
+        return batches(shards, attrgetter("num_bytes"), self._transfers.bucket_bytes)
 
     def _step_bucket(self, bucket: Bucket) -> list[Settings]:
         """Step ``bucket``, offload it, and return each group's settings after the step."""

@@ -7,7 +7,7 @@ copies, and never waits for writes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from megatron.swap.common.rounding import round_up
 from megatron.swap.devices.base import ALIGNMENT_BYTES, Device, Event, Mark, Owner
 from megatron.swap.memory.disk_file import DiskRoom, padded
 from megatron.swap.memory.staging import NUM_AHEAD, DiskSpan, Fetched, Staging
-from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Span
+from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Span, batches
 from megatron.swap.optimizer.state_memory import StateMemory
 
 
@@ -95,10 +95,7 @@ class StateTransfers:
         return PendingBucket(shards, self._staging.fetch(spans) if spans and self._staging else None)
 
     def load(self, pending: PendingBucket, *, is_ahead: bool = False) -> Bucket | None:
-        """Allocate a buffer and enqueue the copies of the pending shards into it. Raises ``DiskError``.
-
-        ``is_ahead``: return None instead of taking device memory from others.
-        """
+        """Allocate a buffer and enqueue copies into it. ``is_ahead``: or None, rather than take others' memory."""
         # The last offload of such a shard is in flight. Compute waits for it here, and the H2D stream for compute.
         if not self._offloading_shards.isdisjoint(pending.shards):
             self.release_offloaded()
@@ -193,7 +190,8 @@ class StateTransfers:
         # Compute may still write the sources.
         self._out.begin()
         event = None
-        for batch in self._batches(moves):
+        # The disk-bound part of each batch fits into a staging buffer.
+        for batch in batches(moves, _disk_bytes, self._staged_bytes):
             spans = _on_disk(move.target for move in batch)
             staged, write = self._staging.stage(spans) if spans and self._staging else ([], None)
             staged_targets = iter(staged)
@@ -220,21 +218,6 @@ class StateTransfers:
         shards = [] if bucket is None else list(bucket.tensors)
         self._offloads.append(_Offload([*storages.values(), *buffers], event, shards))
         self._offloading_shards.update(shards)
-
-    def _batches(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
-        """Split ``moves`` so that the disk-bound part of each batch fits into a staging buffer."""
-        batch: list[Move] = []
-        batch_bytes = 0
-        for move in moves:
-            (tensor, start, stop), _ = move
-            num_bytes = padded(stop - start) if isinstance(tensor.backing, DiskRoom) else 0
-            if batch and batch_bytes + num_bytes > self._staged_bytes:
-                yield batch
-                batch, batch_bytes = [], 0
-            batch.append(move)
-            batch_bytes += num_bytes
-        if batch:
-            yield batch
 
     @property
     def offloading_bytes(self) -> int:
@@ -272,6 +255,11 @@ class StateTransfers:
 
 def _on_disk(spans: Iterable[Span]) -> list[DiskSpan]:
     return [(span.tensor.backing, span.start, span.stop) for span in spans if isinstance(span.tensor.backing, DiskRoom)]
+
+
+def _disk_bytes(move: Move) -> int:
+    (tensor, start, stop), _ = move
+    return padded(stop - start) if isinstance(tensor.backing, DiskRoom) else 0
 
 
 def _aligned(num_bytes: int) -> int:

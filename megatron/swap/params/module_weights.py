@@ -27,13 +27,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.overrides import NotCopied, has_boundary, in_backward
-from megatron.swap.memory.host_memory import (
-    HostMemoryError,
-    gpu_numa_node,
-    local_world_size,
-    prepare_regions,
-    safe_host_bytes,
-)
+from megatron.swap.memory.host_memory import HostMemoryError, local_world_size, prepare_regions, safe_host_bytes
 from megatron.swap.params.frozen_weights import FrozenForward
 from megatron.swap.params.packed_weights import LEAVE_OUT, Block, Layer, find_blocks, is_view_of, named_layers
 from megatron.swap.params.stacks import is_compiled, stacked
@@ -56,13 +50,9 @@ class WeightStats:
 
 @ACTIVATIONS.errors()
 def weights(
-    module: nn.Module,
-    layers: Iterable[nn.Module] | None = None,
-    *,
-    training: bool = False,
-    host_gib: float | None = None,
-    device: Device | None = None,
-) -> WeightSwap:
+    module: nn.Module, layers: Iterable[nn.Module] | None = None, *, training: bool = False,
+    host_gib: float | None = None, device: Device | None = None,
+) -> WeightSwap:  # fmt: skip
     """Offload the weights of ``layers`` to host memory, for inference, until the end of the ``with``, or ``close``.
 
     With ``training`` the model trains, and only frozen parameters (``requires_grad`` is False) are offloaded. Forward
@@ -169,9 +159,8 @@ class WeightSwap(NotCopied):
         """Offload layer by layer, so that at most one exists twice; then move other weights."""
         device = self._device.torch_device
         index = device.index if device.type == "cuda" else None
-        node = gpu_numa_node(index) if index is not None else None
         for layer in self._layers:
-            (layer.region,), _ = prepare_regions([layer.host_bytes], device=index, numa_node=node)
+            (layer.region,), _ = prepare_regions([layer.host_bytes], device=index)
             for block, chunk in layer.chunks(layer.region.tensor):
                 block.move(chunk)
             layer.on_host = [weight.data for weight in layer.weights]
@@ -235,16 +224,11 @@ class WeightSwap(NotCopied):
     def stats(self) -> WeightStats:
         """Return the figures now, in bytes, calls and ms. Those of memory now are 0 after ``close``."""
         buffers, totals = self._buffers, self._buffers.counters.totals()
+        host_bytes = sum(layer.region.nbytes for layer in self._layers if layer.region is not None)
         return WeightStats(
-            in_bytes=totals.in_bytes,
-            out_bytes=totals.out_bytes,
-            num_late=totals.num_late,
-            wait_ms=totals.wait_ms,
-            host_bytes=sum(layer.region.nbytes for layer in self._layers if layer.region is not None),
-            buffer_bytes=buffers.num_bytes,
-            buffer_peak_bytes=buffers.peak_bytes,
-            stayed_bytes=self._stayed_bytes,
-        )
+            totals.in_bytes, totals.out_bytes, totals.num_late, totals.wait_ms, host_bytes, buffers.num_bytes,
+            buffers.peak_bytes, self._stayed_bytes,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ forward
 

@@ -148,10 +148,7 @@ class Layer:
         return self.blocks[bisect_right(self.blocks, offset, key=itemgetter(0)) - 1][1]
 
     def check_can_run(self, training: bool) -> None:
-        """Raise a ``UsageError`` with ``training`` if weights are not frozen any more.
-
-        Without, raise one if gradients are on, or the layer is in training mode.
-        """
+        """Raise a ``UsageError`` unless weights are frozen in ``training``, or it is an inference in eval mode."""
         if training:
             unfrozen = [weight.name for weight in self.weights if weight.tensor.requires_grad]
             if unfrozen:
@@ -204,11 +201,7 @@ def check_eval(layer: nn.Module, name: str) -> None:
 
 
 def find_blocks(module: nn.Module, chosen: dict[nn.Module, str], device: torch.device, training: bool) -> list[Block]:
-    """Return all storages of the model's weights with their owners, the layers of ``chosen`` by their position.
-
-    With ``training``, a storage ``is_trained`` unless all weights on it are frozen parameters. Raises a ``UsageError``
-    if a weight of a layer cannot be moved, or a weight elsewhere cannot be brought to ``device``.
-    """
+    """Return all storages of weights with owners, layers by position, or raise a ``UsageError`` if one is fixed."""
     owners: dict[nn.Module, set[int | None]] = {part: {None} for part in _outside(module, chosen)}
     for number, layer in enumerate(chosen):
         for part in layer.modules():

@@ -61,10 +61,7 @@ class Buffer:
 
 
 class WeightBuffers:
-    """Buffers on ``device`` for the weights of ``layers``, in the order in which they first run.
-
-    Their bytes are in host memory. Compute is the stream that is current when a layer is needed.
-    """
+    """Buffers on ``device`` for ``layers``, in the order in which they first run, whose bytes are in host memory."""
 
     def __init__(self, device: Device, layers: list[Layer]) -> None:
         self.counters = Counters()  # of copies, late layers and waits
@@ -167,10 +164,7 @@ class WeightBuffers:
             self.end_use(buffer)
 
     def begin_backward(self, layer: Layer) -> Buffer:
-        """Point the weights of ``layer``, which a backward enters, to a buffer, for which compute waits. Return it.
-
-        Each unpack of a weight calls it too, where the weights mostly are in place. Raises as ``begin_forward``.
-        """
+        """Do as ``begin_forward`` where backward enters ``layer``, or unpacks a weight. Return the buffer."""
         return self._put(layer, Use.BACKWARD)
 
     def _put(self, layer: Layer, use: Use) -> Buffer:
