@@ -46,7 +46,11 @@ class Stash:
 
 
 def stash(*tensors: torch.Tensor) -> Stash:
-    """Let autograd save ``tensors``, anywhere in a forward. Raises a ``UsageError`` unless all are tensors."""
+    """Let autograd save ``tensors``, in the forward of an autograd function or anywhere else.
+
+    Raises:
+        UsageError: one of ``tensors`` is not a tensor.
+    """
     for given in tensors:
         if not isinstance(given, torch.Tensor):
             raise UsageError(f"stash: tensors are expected, a {type(given).__name__} was given; leave it on ctx.")

@@ -21,11 +21,7 @@ LEAST_MEASURED = 2
 
 
 class AlikeRuns:
-    """Tells which runs of a forward are like measured runs.
-
-    ``is_measuring`` returns whether steps are measured now, ``has_room`` whether the host has room for that many bytes
-    more.
-    """
+    """Tells which runs of a forward are like measured ones. ``has_room`` asks the host for that many bytes more."""
 
     def __init__(self, is_measuring: Callable[[], bool], has_room: Callable[[int], bool]) -> None:
         self.is_measuring = is_measuring

@@ -93,8 +93,8 @@ class SdpaCoreAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         with self._random_state(dropout), sdpa_kernel(self.backends, set_priority=True):
             context = F.scaled_dot_product_attention(
-                *(given.permute(1, 2, 0, 3) for given in (query, key, value)), attn_mask=allowed, dropout_p=dropout,
-                is_causal=is_causal, scale=self.softmax_scale, enable_gqa=self.is_grouped,
+                query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), attn_mask=allowed,
+                dropout_p=dropout, is_causal=is_causal, scale=self.softmax_scale, enable_gqa=self.is_grouped,
             )  # fmt: skip
         return context[..., :num_value_channels].permute(2, 0, 1, 3).flatten(2)
 

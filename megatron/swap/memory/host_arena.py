@@ -15,11 +15,7 @@ MIN_PIECES_PER_REGION = 64  # that a shared mapping holds at least; a larger pie
 
 
 class HostArena:
-    """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece: each piece is one tensor.
-
-    ``pinned`` registers the memory with CUDA for the current device, and places it near that device. Small pieces share
-    mappings of ``region_bytes``.
-    """
+    """Memory for optimizer state in whole pieces, each a tensor; small ones share mappings of ``region_bytes``."""
 
     def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
         self.limit_bytes = limit_bytes

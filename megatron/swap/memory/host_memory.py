@@ -257,7 +257,9 @@ def prepare_regions(sizes: Sequence[int], *, device: int | None) -> tuple[list[H
         if numa_node is not None and not all(region.near_node for region in regions):
             logger.debug("pages cannot be placed on NUMA node %d: the system refuses", numa_node)
         ready = []
-        for region in regions if device is not None else ():
+        for region in regions:
+            if device is None:
+                break
             touches = [
                 touchers.submit(region.touch, start, min(start + TOUCH_BYTES, region.nbytes))
                 for start in range(0, region.nbytes, TOUCH_BYTES)

@@ -57,10 +57,7 @@ class OperatorOrder:
 
 
 class Operators:
-    """A context that sees the operators of this thread, once each has run, but those of ``recomputer``.
-
-    The layer may read or change ``tensors``: its weights, its buffers and its inputs.
-    """
+    """A context that sees this thread's operators, once each has run. The layer may read or change ``tensors``."""
 
     sequence: object | None = None  # the expected operators, if only some of them are to be seen
 
