@@ -24,7 +24,7 @@ from megatron.swap.params.module_weights import computing_devices
 
 
 class LearnedLayers(Layers):
-    """The boundaries around ``modules``, each once. The first step shows their order. Others as for ``AlikeRuns``."""
+    """The boundaries around ``modules``, each once. The first step shows their order. See ``AlikeRuns``, too."""
 
     def __init__(
         self, modules: Sequence[nn.Module], saved_tensors: SavedTensors, policy: Policy,

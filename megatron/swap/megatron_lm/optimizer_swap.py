@@ -210,7 +210,7 @@ class OptimizerSwap:
                 hidden_states.register_hook(lambda _: self._overlap.on_layer_backward_end())
 
     def step_ended(self, *, overlaps: bool, is_same_plan: bool) -> None:
-        """End a step. In the next, copies overlap with layers (``overlaps``), which use as much (``is_same_plan``)."""
+        """End a step. ``overlaps``: with the next step's layers. ``is_same_plan``: these will use as much memory."""
         self._num_forwards.clear()
         self._overlap.step_ended()
         if not is_same_plan:

@@ -97,7 +97,7 @@ class ModelHints:
         self, engine: Engine, policy: Policy, settings: Settings, errors: Errors, is_measuring: Callable[[], bool],
         has_room: Callable[[int], bool],
     ) -> Layers:  # fmt: skip
-        """Return the layers; those known by chunk get boundaries in ``Layers.add``. Others as for ``AlikeRuns``."""
+        """Return the layers; those known by chunk get boundaries in ``Layers.add``. Functions as for ``AlikeRuns``."""
         if settings.auto:
             self._learned = LearnedLayers(
                 self.layers, engine.saved_tensors, policy, is_measuring, has_room,

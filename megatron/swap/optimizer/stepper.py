@@ -83,7 +83,8 @@ class BucketLoader:
             # One bucket's room stays free: for the bucket that is stepped and then offloaded.
             fits = wanted_bytes <= room_bytes - self._transfers.bucket_bytes
             # Ahead of a step layers run, so a load must not wait for the disk, nor take memory from others.
-            if not (fits and pending.is_read) if is_ahead else not fits and self._loaded:
+            is_next = fits and pending.is_read if is_ahead else fits or not self._loaded
+            if not is_next:
                 return
             self._transfers.release_offloaded(max(0, room_bytes - wanted_bytes))
             bucket = self._transfers.load(pending, is_ahead=is_ahead)
