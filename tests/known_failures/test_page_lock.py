@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron.swap.common.types import MIB
-from megatron.swap.memory.host_memory import HostMemoryError, HostRegion, PinStrategy, prepare_regions
+from megatron.swap.memory import host_memory
+from megatron.swap.memory.host_memory import HostMemoryError, HostRegion, prepare_regions
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.native import build, cuda_library
 from tests.unit.native.helpers import NEEDS_COMPILER
@@ -26,6 +27,7 @@ class Runtime:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.refuses = True
         self._of_thread = threading.local()
+        monkeypatch.setattr(host_memory, "gpu_numa_node", lambda device: None)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
@@ -72,20 +74,20 @@ class TestFailedPageLock:
     """
 
     def test_registering(self, runtime: Runtime) -> None:
-        region = HostRegion(MIB, huge_pages=False, numa_node=None)
+        region = HostRegion(MIB)
         with pytest.raises(HostMemoryError, match=r"cudaHostRegister refused 1\.00 MiB"):
             region.register(0)
         runtime.launch()
 
     def test_unregistering(self, runtime: Runtime) -> None:
         runtime.refuses = False
-        (region,), _ = prepare_regions([MIB], strategy=PinStrategy(), device=0, numa_node=None)
+        (region,), _ = prepare_regions([MIB], device=0)
         runtime.refuses = True
         region.unregister()
         runtime.launch()
 
     def test_the_pool_goes_on(self, runtime: Runtime) -> None:
-        pool = HostPool(limit=4 * MIB, slab_bytes=MIB, pinned=True, device=0, numa_node=0)
+        pool = HostPool(limit=4 * MIB, slab_bytes=MIB, pinned=True, device=0)
         with pytest.raises(HostMemoryError, match="cudaHostRegister refused"):
             pool.lease(MIB)
         runtime.launch()

@@ -32,11 +32,9 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the event has passed. Never waits."""
-        ...
 
     def synchronize(self) -> None:
         """Make the calling thread wait until the event has passed. Raises a ``SwapError`` if work before has failed."""
-        ...
 
 
 class Stream(Protocol):
@@ -47,11 +45,9 @@ class Stream(Protocol):
 
     def record_event(self, event: Any = None) -> Any:
         """Record ``event``, or a new event, behind the work enqueued so far, and return it."""
-        ...
 
     def wait_event(self, event: Any) -> None:
         """Let work enqueued from now on start after ``event``."""
-        ...
 
 
 class Mark(Protocol):
@@ -59,7 +55,6 @@ class Mark(Protocol):
 
     def elapsed_ms_since(self, other: Any) -> float:
         """Return the milliseconds since ``other``, a mark of the same device. Valid only after ``synchronize``."""
-        ...
 
 
 class Elapsed:
@@ -138,10 +133,7 @@ class Device(ABC):
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return a uint8 tensor of device memory, undefined, that belongs to the current stream.
-
-        Raises a ``torch.OutOfMemoryError`` if there is no room.
-        """
+        """Return uint8 memory of the current stream, undefined, or raise a ``torch.OutOfMemoryError``."""
 
     def discard(self, storage: torch.UntypedStorage) -> None:
         """Note that the last reference to ``storage`` is about to be dropped."""
@@ -193,11 +185,7 @@ class Device(ABC):
                 self.guard.pause_here(False)
 
     def allocate_all(self, sizes: Sequence[int], *, is_ahead: bool) -> list[torch.Tensor]:
-        """Return a tensor of each size in bytes, or raise a ``torch.OutOfMemoryError``.
-
-        Tensors that are made ahead are not needed yet. Of these return only as many of the first as there is room for,
-        without evictions.
-        """
+        """Return a tensor of each size, or raise a ``torch.OutOfMemoryError``; ahead, as many as have room."""
         if not is_ahead:
             return [self.allocate(num_bytes) for num_bytes in sizes]
         found: list[torch.Tensor] = []
@@ -282,10 +270,7 @@ class Lane:
 
 
 class Copier:
-    """The lanes of a device. Each owner of copies (activations, weights, optimizer state) asks it for its own.
-
-    A transfer queue (`tensor_swap`) stands apart: it withdraws copies, which no stream can.
-    """
+    """The lanes of a device. A transfer queue (`tensor_swap`) stands apart: it withdraws copies; no stream can."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -47,13 +47,10 @@ class DryEvent:
 
 
 class DryDevice(Device):
-    """A device without bytes.
+    """A device without bytes that stands for the hardware ``name``.
 
-    Args:
-        name: of the hardware that this device stands for.
-        expandable: the allocator is set to ``expandable_segments:True``.
-        link_gb_s, link_both_gb_s: speed of copies in one direction, and of each direction while both copy.
-        capacity_bytes: the allocator reserves as much before it gives back its free memory.
+    ``link_gb_s`` is the speed of copies in one direction, ``link_both_gb_s`` of each while both copy. Others are as for
+    ``DryAllocator``.
     """
 
     def __init__(
@@ -72,13 +69,7 @@ class DryDevice(Device):
         self._allocator = DryAllocator(expandable, capacity_bytes)
 
     def run(self, ms: float, workspace_bytes: Sequence[int] = (), host_ms: float = 0.0) -> None:
-        """Advance the clocks by one operator.
-
-        Args:
-            ms: on the device; 0 if nothing is launched, such as for a view.
-            workspace_bytes: blocks in use while the operator runs.
-            host_ms: that the host takes to launch.
-        """
+        """Advance the clocks by an operator of ``ms``, 0 for a view, with blocks of ``workspace_bytes`` meanwhile."""
         self._host_ms += host_ms
         if ms:
             self._compute.end_ms = max(self._compute.end_ms, self._host_ms) + ms

@@ -138,13 +138,10 @@ class CopyStream:
 
 
 class EmulatedDevice(Device):
-    """RAM as a device.
+    """RAM as a device. Each copy waits for a random delay up to ``longest_delay_s``, from ``seed``.
 
-    Args:
-        longest_delay_s: bound of the random delay before every copy.
-        seed: of these delays.
-        ranges: receive the launch of each copy and the copy itself, both with its number: a profiler sees neither.
-        memory_gib: most GiB of the tensors that are made until ``close``; ``None`` for no limit. Needs the C++ part.
+    ``ranges`` receive each copy and its launch, with its number: a profiler sees neither. ``memory_gib`` limits the
+    tensors made until ``close`` and needs the C++ part; None for no limit.
     """
 
     def __init__(

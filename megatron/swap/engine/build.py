@@ -25,13 +25,9 @@ class Engine:
 
 
 def build_engine(
-    device: Device,
-    tier: Tier,
-    policy: Policy,
-    settings: EngineSettings | None = None,
-    instruments: Instruments | None = None,
-    guard: OomGuard | None = None,
-) -> Engine:
+    device: Device, tier: Tier, policy: Policy, settings: EngineSettings | None = None,
+    instruments: Instruments | None = None, guard: OomGuard | None = None,
+) -> Engine:  # fmt: skip
     """Return an engine that no layer uses yet. The caller begins and ends ``guard``."""
     settings, instruments = settings or EngineSettings(), instruments or Instruments()
     manager = SwapManager(device, tier, policy, settings, instruments, guard)

@@ -22,15 +22,10 @@ MAX_REFUSALS = 2  # Keep a site after this many failed releases in a row: its co
 
 
 class Recomputability(Protocol):
-    """Reports which storages of the running layer can be recomputed."""
+    """Reports which storages of the running layer can be recomputed: the ``Recomputer``."""
 
-    def producer_of(self, storage: torch.UntypedStorage) -> str | None:
-        """Return the kind of kernel that produced ``storage``, or None if it is unknown."""
-        ...
-
-    def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None:
-        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count the refusal. None if it can."""
-        ...
+    def producer_of(self, storage: torch.UntypedStorage) -> str | None: ...
+    def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None: ...
 
 
 def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -54,13 +49,9 @@ class Decider:
         self._num_refusals: Counter[Site] = Counter()
 
     def decide(
-        self,
-        site: Site,
-        storage: torch.UntypedStorage,
-        position: LayerPosition,
-        current: Decision | None = None,
+        self, site: Site, storage: torch.UntypedStorage, position: LayerPosition, current: Decision | None = None,
         recomputability: Recomputability | None = None,
-    ) -> Decision:
+    ) -> Decision:  # fmt: skip
         """Return the decision for ``storage``: autograd saves a tensor on it at ``site``.
 
         ``current``, the decision of an earlier save, holds unless this tensor is recomputed. Nothing is recomputed

@@ -108,45 +108,21 @@ def alias_of(tensor: torch.Tensor) -> Alias:
 class Evictor(Protocol):
     """Evicts storages from the device when memory is short: the out-of-memory guard."""
 
-    def reacquire(self, handle: Handle) -> StorageState | None:
-        """Protect ``handle`` from eviction. Return its state before its eviction, or None if it was not evicted."""
-        ...
+    def reacquire(self, handle: Handle) -> StorageState | None: ...
 
 
 class Handle:
     """One storage that autograd saved, with all saved views of it."""
 
     __slots__ = (
-        "__weakref__",
-        "aliases",
-        "checksum",
-        "decision",
-        "group",
-        "guard",
-        "in_event",
-        "in_fence",
-        "num_bytes",
-        "num_packed",
-        "num_unpacked",
-        "offer",
-        "orphans",
-        "out_event",
-        "site",
-        "slot",
-        "state",
-        "storage",
-        "stream",
-    )
+        "__weakref__", "aliases", "checksum", "decision", "group", "guard", "in_event", "in_fence", "num_bytes",
+        "num_packed", "num_unpacked", "offer", "orphans", "out_event", "site", "slot", "state", "storage", "stream",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        site: Site,
-        group: Group,
-        storage: torch.UntypedStorage,
-        stream: Stream,
-        orphans: Orphans,
+        self, site: Site, group: Group, storage: torch.UntypedStorage, stream: Stream, orphans: Orphans,
         decision: Decision,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.orphans = orphans  # receives the storage if the handle is freed during a copy
         self.slot: Slot | None = None  # the bytes in the tier, from the start of the offload until they are freed
         self.decision = decision  # when the storage was saved first; it stays if the offload is cancelled

@@ -19,23 +19,12 @@ MAX_DEPTH = 48
 
 
 class Packing(Protocol):
-    """Packs tensors into the autograd graph."""
+    """Packs tensors into the autograd graph: a ``LayerPacker``, which describes these methods."""
 
-    def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` stays on the device anyway (a parameter, say)."""
-        ...
-
-    def can_save(self, tensor: torch.Tensor) -> bool:
-        """Whether ``join`` puts an unsaved ``tensor`` into the graph at a site of its own."""
-        ...
-
-    def join(self, tensor: torch.Tensor, group: Group) -> Any:
-        """Return the packed form of an input: one more saved tensor on the entry that its storage already has."""
-        ...
-
-    def hold(self, tensor: torch.Tensor, site: Site, group: Group) -> Any:
-        """Return the packed form of a tensor that cannot be recomputed: it is kept or offloaded."""
-        ...
+    def is_constant(self, tensor: torch.Tensor) -> bool: ...
+    def can_save(self, tensor: torch.Tensor) -> bool: ...
+    def join(self, tensor: torch.Tensor, group: Group) -> Any: ...
+    def hold(self, tensor: torch.Tensor, site: Site, group: Group) -> Any: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -92,17 +81,9 @@ class LayerRecording:
                 del self.records[address]
 
         self.records[address] = ProducerRecord(
-            producer,
-            function,
-            tuple(alias_of(tensor) for tensor in inputs),
-            weakref.ref(storage, freed),
-            storage.nbytes(),
-            output.shape,
-            output.stride(),
-            output.dtype,
-            version_probe_of(output),
-            depth,
-        )
+            producer, function, tuple(map(alias_of, inputs)), weakref.ref(storage, freed), storage.nbytes(),
+            output.shape, output.stride(), output.dtype, version_probe_of(output), depth,
+        )  # fmt: skip
 
     def add_saved(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` is kept or offloaded, and drop its record, which holds the inputs."""

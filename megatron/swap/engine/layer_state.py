@@ -268,18 +268,22 @@ class _Walk:
                 self.add(value, f"{start}{key}", depth + 1)
 
 
-class _Some(Mapping[Any, Any]):
-    """A view of some entries of a dictionary."""
+class _View(Mapping[Any, Any]):
+    """A view of some parts of an object."""
 
-    def __init__(self, of: dict[Any, Any], names: Collection[str]) -> None:
+    def __init__(self, of: Any, names: Collection[str]) -> None:
         self.of = of
         self.names = names
 
-    def __iter__(self) -> Iterator[Any]:
-        return (name for name in self.names if name in self.of)
-
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+class _Some(_View):
+    """A view of some entries of a dictionary."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (name for name in self.names if name in self.of)
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self.names:
@@ -287,18 +291,14 @@ class _Some(Mapping[Any, Any]):
         return self.of[key]
 
 
-class _Slots(Mapping[Any, Any]):
+class _Slots(_View):
     """A view of the slots of an object."""
 
     def __init__(self, of: Any) -> None:
-        self.of = of
-        self.names = tuple(_slots_of(type(of)))
+        super().__init__(of, tuple(_slots_of(type(of))))
 
     def __iter__(self) -> Iterator[Any]:
         return (name for name in self.names if hasattr(self.of, name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self.names or not hasattr(self.of, key):
@@ -409,39 +409,24 @@ def _are_atoms(one: Any, other: Any) -> bool:
 
 def _reader_of(value: Any) -> Callable[[Any], Any] | None:
     """Return a function that reads the contents of ``value`` that may change, or None if it has none."""
-    if isinstance(value, (np.ndarray, array.array, bytearray, memoryview)):
-        return _bytes_of
-    if isinstance(value, torch.Generator):
-        return _state_of
-    if isinstance(value, random.Random):
-        return random.Random.getstate
-    if isinstance(value, np.random.Generator):
-        return _bit_state_of
-    if isinstance(value, np.random.RandomState):
-        return _numpy_state_of
-    return None
+    return next((read for kinds, read in _READERS if isinstance(value, kinds)), None)
+
+
+# Kinds of objects without a version, and what they contain.
+_READERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (np.ndarray, lambda one: (one.shape, one.tobytes())),
+    ((array.array, bytearray, memoryview), bytes),
+    (torch.Generator, lambda one: one.get_state().numpy().tobytes()),
+    (random.Random, random.Random.getstate),
+    (np.random.Generator, lambda one: repr(one.bit_generator.state)),
+    (np.random.RandomState, lambda one: repr(one.get_state(legacy=False))),
+)
 
 
 def _num_bytes_of(value: Any) -> int:
     if isinstance(value, (np.ndarray, memoryview)):
         return value.nbytes
     return len(value) if isinstance(value, (array.array, bytearray)) else 0
-
-
-def _bytes_of(value: Any) -> Any:
-    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else bytes(value)
-
-
-def _state_of(generator: torch.Generator) -> bytes:
-    return generator.get_state().numpy().tobytes()
-
-
-def _bit_state_of(generator: np.random.Generator) -> str:
-    return repr(generator.bit_generator.state)
-
-
-def _numpy_state_of(generator: np.random.RandomState) -> str:
-    return repr(generator.get_state(legacy=False))
 
 
 def _slots_of(kind: type) -> Iterator[str]:

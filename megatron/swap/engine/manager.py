@@ -16,7 +16,6 @@ from megatron.swap.common.types import LayerPosition
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.collector import begin_delay, end_delay
 from megatron.swap.engine.decider import Decider
-from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.function_transforms import untransformed
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.offload import Offloader
@@ -33,23 +32,17 @@ class SwapManager:
     """Offloads and reloads storages. Nothing is evicted without ``guard``."""
 
     def __init__(
-        self,
-        device: Device,
-        tier: Tier,
-        policy: Policy,
-        settings: EngineSettings | None = None,
-        instruments: Instruments | None = None,
-        guard: OomGuard | None = None,
-    ) -> None:
+        self, device: Device, tier: Tier, policy: Policy, settings: EngineSettings | None = None,
+        instruments: Instruments | None = None, guard: OomGuard | None = None,
+    ) -> None:  # fmt: skip
         settings, instruments = settings or EngineSettings(), instruments or Instruments()
         self.guard = guard or OomGuard(device)
         self.release_budget = ReleaseBudget(settings.window_bytes)
         self.decider = Decider(policy, self.release_budget)
         self._state = state = SharedState(device, tier, instruments.ranges, self.guard, self.release_budget)
-        self._evictions = Evictions(state)
         weakref.finalize(self, end_delay).atexit = False  # dropped in mid-step
-        self.offload = Offloader(state, self._evictions, self.decider, settings.verify, instruments.on_full)
-        self.reload = Reloader(state, self._evictions, instruments.observer)
+        self.offload = Offloader(state, self.decider, settings.verify, instruments.on_full)
+        self.reload = Reloader(state, instruments.observer)
 
     @property
     def counters(self) -> Counters:
@@ -67,7 +60,7 @@ class SwapManager:
         state = self._state
         state.main_stream = state.device.current_stream()
         state.free_orphans()
-        self._evictions.find_evicted()
+        state.find_evicted()
         self.offload.discard_unfinished()  # else a discarded graph's last group would still count as waiting
         self.collect_if_empty()
         group = state.order.begin_forward(layer, position)
@@ -103,18 +96,12 @@ class SwapManager:
             end_delay()
 
     def apply_policy(self, window_bytes: int | None) -> None:
-        """Forget the learned sizes and refusals: the policy changes from the next forward on.
-
-        Call this between steps: no group may be in flight.
-        """
+        """Forget learned sizes and refusals: the policy changes. Call it between steps, with no group in flight."""
         self.release_budget.apply_policy(window_bytes)
         self.decider.apply_policy()
 
     def drain(self) -> None:
-        """Wait for every copy, then forget the copies in flight, when training has ended or failed.
-
-        A graph that still exists keeps its resident storages; it cannot reload offloaded ones.
-        """
+        """Wait for all copies, and forget them, at the end. A graph that lives on cannot reload its storages."""
         end_delay()
         self.reload.close()
         self.guard.end()

@@ -18,7 +18,6 @@ from megatron.swap.devices.base import Owner
 from megatron.swap.engine.checksum import checksum
 from megatron.swap.engine.decider import Decider
 from megatron.swap.engine.decision import Decision, Reason
-from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.handle import Group, Handle, StorageState, alias_of
 from megatron.swap.engine.shared_state import SharedState, num_bytes_of
 
@@ -36,24 +35,15 @@ class Running(NamedTuple):
 
 
 class Offloader:
-    """Copies storages to the tier and releases their device memory.
-
-    A storage that the full tier refuses is kept, and ``on_full`` is called. Without ``on_full`` this is an error.
-    """
+    """Copies storages to the tier and releases them. A full tier calls ``on_full``, or is an error without it."""
 
     def __init__(
-        self,
-        state: SharedState,
-        evictions: Evictions,
-        decider: Decider,
-        verify: bool,
-        on_full: Callable[[SwapError], None] | None,
+        self, state: SharedState, decider: Decider, verify: bool, on_full: Callable[[SwapError], None] | None
     ) -> None:
         self.lane = state.device.copier.lane("out", Owner.ACTIVATIONS)
         self._state = state
         self._device = state.device
         self._counters = state.counters
-        self._evictions = evictions
         self._decider = decider
         self._verify = verify
         self._on_full = on_full
@@ -94,7 +84,7 @@ class Offloader:
         if handle.is_kept_by_decision:
             self.account_kept(tensor.untyped_storage(), group)
             handle.group = group  # backward reaches the last group first
-        self._evictions.reacquire(handle)  # the offer counts owners, and another one follows
+        self._state.reacquire(handle)  # the offer counts owners, and another one follows
         self._saved.append(handle)
         if not handle.num_packed or not group.has(handle):
             group.add(handle)
@@ -208,7 +198,7 @@ class Offloader:
                 with_caller.append(handle)  # the layer saved its output, which is the next layer's input
             elif changed or is_held:
                 self._keep(handle, Reason.CHANGED if changed else Reason.HAS_EXTERNAL_REFS)
-            elif not self._evictions.reacquire(handle):
+            elif not self._state.reacquire(handle):
                 with self._state.ranges.storage("release", handle):
                     self._drop(handle)
         if with_caller:
@@ -234,7 +224,7 @@ class Offloader:
 
     def _keep(self, handle: Handle, reason: Reason) -> None:
         """Cancel an offload: the release would free nothing or be wrong, or the tier is full."""
-        if self._evictions.reacquire(handle):
+        if self._state.reacquire(handle):
             return  # evicted in the meantime; if it was changed before, backward raises
         handle.move_to(StorageState.KEPT)
         handle.free_slot()

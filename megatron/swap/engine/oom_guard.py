@@ -18,7 +18,7 @@ from megatron.swap.common.types import format_bytes
 from megatron.swap.devices.base import Device, Event
 from megatron.swap.engine.handle import Handle, StorageState
 from megatron.swap.memory.host_pool import HostPool
-from megatron.swap.native.guarding import GuardCore, NativeRescue, Piece
+from megatron.swap.native.guarding import GuardCore, Piece
 
 GUARD_HOST_FRACTION = 0.25  # of host memory: reserved for a guard that is on for the whole run
 
@@ -102,10 +102,7 @@ class OomGuard:
         self._num_rescues = self._rescued_bytes = 0
 
     def begin(self) -> None:
-        """Start rescuing failed allocations.
-
-        Raises a ``UsageError`` if the native part is missing, or if this process already has a guard.
-        """
+        """Start rescuing allocations, or raise a ``UsageError``: no native part, or a guard is at work already."""
         if self._core is None:
             self._core = self._device.make_guard()
         self._core.set_most_host_bytes(self._max_host_bytes())
@@ -184,10 +181,7 @@ class OomGuard:
         return [handle for handle in found if handle is not None]
 
     def tidy(self, has_passed: Callable[[int], bool]) -> None:
-        """Release unused host memory, pin newly mapped memory, and update the core's limit. Call it between layers.
-
-        ``has_passed`` tells whether a fence (the number given to ``Slot.free``) has passed.
-        """
+        """Free unused host memory, pin new memory, and set the limit, between layers. ``has_passed`` takes a fence."""
         if self._core is None or self._pool is None:
             return
         while self._freed and has_passed(self._freed[0][0]):
@@ -215,7 +209,13 @@ class OomGuard:
         return self._num_rescues, self._rescued_bytes
 
     def _note_rescues(self) -> None:
-        found = [] if self._core is None else [_rescue(one) for one in self._core.take_rescues()]
+        found = [] if self._core is None else [
+            Rescue(
+                one.wanted_bytes, one.freed_bytes, one.copied_bytes, one.held_bytes, one.ms,
+                tuple(divmod(group, _MICRO_BATCHES) for group in one.groups),
+            )
+            for one in self._core.take_rescues()
+        ]  # fmt: skip
         self._rescues += found
         self._num_rescues += len(found)
         self._rescued_bytes += sum(one.freed_bytes for one in found)
@@ -227,8 +227,3 @@ class OomGuard:
         # Reserve memory mapped beyond `own_host_bytes` first, so that the pool does not use it.
         self._memory.resize(max(self._own_host_bytes, self._mapped_bytes))
         return self._memory.num_bytes + max(0, self._pool.limit_bytes - self._pool.stats.reserved_bytes)
-
-
-def _rescue(found: NativeRescue) -> Rescue:
-    groups = tuple(divmod(group, _MICRO_BATCHES) for group in found.groups)
-    return Rescue(found.wanted_bytes, found.freed_bytes, found.copied_bytes, found.held_bytes, found.ms, groups)

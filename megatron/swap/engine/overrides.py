@@ -22,10 +22,7 @@ def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable
 
 
 def override_method(module: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the method ``name`` of ``module`` by ``function``. Return a function that restores the previous one.
-
-    The previous method is the class's, or a method that another library has set on the instance.
-    """
+    """Replace the method ``name`` of ``module``, its own or its class's. Return a function that restores it."""
     override = _Override(function, getattr(module, name), vars(module).get(name))
     setattr(module, name, override)
 

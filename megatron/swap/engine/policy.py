@@ -56,11 +56,7 @@ class Policy(ABC):
 
 
 class ManualPolicy(Policy):
-    """The policy of the command line's flags.
-
-    ``layers`` (0-based over the whole model) swap the submodules that ``modules`` name, or all if it is empty. All
-    layers recompute the outputs of the producers in ``recompute``.
-    """
+    """The flags' policy: ``layers`` swap ``modules``, or all if empty; all recompute the producers in ``recompute``."""
 
     def __init__(
         self, layers: Collection[int], modules: Sequence[str], min_bytes: int, recompute: Collection[str] = ()
@@ -129,9 +125,6 @@ def policy_of(settings: Settings, num_layers: int) -> Policy:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether the dotted ``pattern`` names ``path`` or a module around it.
-
-    ``mlp`` matches ``mlp`` and ``mlp.linear_fc1``; ``core_attention`` matches ``self_attention.core_attention``.
-    """
+    """Whether ``pattern`` (``core_attention``, ``mlp.linear_fc1``) names ``path`` or a module around it."""
     wanted, parts = pattern.split("."), path.split(".")
     return any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1))

@@ -101,11 +101,9 @@ def _is_tensor(value: Any) -> bool:
 
 
 def of_tensors_alone(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
+    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any],
     is_free: Callable[[Any], bool] = _is_tensor,
-) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:  # fmt: skip
     """Bind all arguments of ``function`` except its tensors (those with ``is_free``). Return function and tensors."""
     indices, tensors = [], []
     others = list(arguments)

@@ -19,7 +19,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,37 +36,17 @@ from megatron.swap.engine.layer_recording import LayerRecording, Packing, Source
 from megatron.swap.engine.producer_records import Chain, ProducerRecord, of_tensors_alone, run_again
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.recomputed_run import RunChecks
+from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.recording import TRIAL
 
 
-class SpecRecorder(Protocol):
-    """Records new specs while it is on: the profiler's recorder."""
-
-    is_on: bool
-
-    def recomputed(
-        self, spec: RecomputeSpec, producer: str, inputs: Sequence[torch.Tensor], unsaved: Sequence[RecomputeSpec]
-    ) -> None:
-        """Note a new spec, the saved tensors that its chain begins with, and the specs between."""
-        ...
-
-
 class Recomputer:
-    """Determines which saved storages can be recomputed, and recomputes them in backward.
-
-    ``checks`` compares one recomputed storage in each forward; with ``verify`` all are compared by checksums.
-    """
+    """Finds and recomputes storages. ``checks`` compares one in each forward, ``verify`` all by checksums."""
 
     def __init__(
-        self,
-        device: Device,
-        decider: Decider,
-        counters: Counters,
-        ranges: Ranges,
-        checks: RunChecks,
-        verify: bool = False,
-        recorder: SpecRecorder | None = None,
-    ) -> None:
+        self, device: Device, decider: Decider, counters: Counters, ranges: Ranges, checks: RunChecks,
+        verify: bool = False, recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
         # The first reason for each site that the policy recomputes but that cannot be recomputed.
         self.refused: dict[Site, str] = {}
         self.spared_bytes: Counter[str] = Counter()  # recomputed instead of kept, by producer, since the start
@@ -87,11 +67,7 @@ class Recomputer:
 
     @contextmanager
     def recording(self, on_end: Callable[[Collection[int]], None] | None = None) -> Iterator[None]:
-        """Return a context around a layer's forward: records of producers are valid until its end.
-
-        ``on_end`` gets the addresses of the storages that are recomputed, or read for a recomputation. Some may be
-        freed.
-        """
+        """Return a context around a layer's forward. ``on_end`` gets the addresses, maybe freed, that specs use."""
         outer, recording = self._recording, LayerRecording(used=None if on_end is None else set())
         self._recording = recording
         try:
@@ -104,12 +80,9 @@ class Recomputer:
             self._recording = outer
 
     def recorded(
-        self,
-        producer: str,
-        function: Callable[..., Any],
-        part: int | None = None,
+        self, producer: str, function: Callable[..., Any], part: int | None = None,
         context_of: Callable[[], Callable[[], AbstractContextManager[Any]] | None] = lambda: None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., Any]:  # fmt: skip
         """Return ``function`` so that each call with gradients records its output: item ``part`` if it returns a tuple.
 
         ``context_of`` is called after a recorded call. It returns a maker of the context in which the function would
@@ -128,13 +101,9 @@ class Recomputer:
         return records
 
     def record(
-        self,
-        producer: str,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        options: Mapping[str, Any],
+        self, producer: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any],
         output: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Record that ``function(*arguments, **options)`` gives ``output``, and would give the same bits again."""
         if self._recording is not None:
             self.record_made(producer, *of_tensors_alone(function, arguments, options), output)
@@ -330,24 +299,21 @@ class Recomputer:
             if recording.is_in_graph(tensor) or packing.is_constant(tensor) or source in chain.makers:
                 continue
             if packing.can_save(tensor):
-                if storage._cdata not in chain.sources and not self._is_made(site, source, recording, packing, chain):
-                    chain.sources.append(storage._cdata)
-                    chain.kept_bytes += storage.nbytes()
-                    if chain.kept_bytes >= chain.num_bytes:
-                        return Refusal(Reason.INPUT_NOT_SAVED)
+                if storage._cdata in chain.sources or self._is_made(site, source, recording, packing, chain):
+                    continue
+                chain.sources.append(storage._cdata)
+            elif source is not None:
+                if not self._decider.may_recompute(site, source.num_bytes, source.producer):
+                    return Refusal(Reason.INPUT_NOT_CHOSEN, source.producer)
+                if source.version_probe.changed():
+                    return Refusal(Reason.INPUT_CHANGED)
+                if problem := self._find_unsaved(site, source, recording, packing, chain):
+                    return problem
+                chain.makers.append(source)
                 continue
-            if source is None:
-                chain.kept_bytes += storage.nbytes()
-                if chain.kept_bytes >= chain.num_bytes:
-                    return Refusal(Reason.INPUT_NOT_SAVED)
-                continue
-            if not self._decider.may_recompute(site, source.num_bytes, source.producer):
-                return Refusal(Reason.INPUT_NOT_CHOSEN, source.producer)
-            if source.version_probe.changed():
-                return Refusal(Reason.INPUT_CHANGED)
-            if problem := self._find_unsaved(site, source, recording, packing, chain):
-                return problem
-            chain.makers.append(source)
+            chain.kept_bytes += storage.nbytes()
+            if chain.kept_bytes >= chain.num_bytes:
+                return Refusal(Reason.INPUT_NOT_SAVED)
         return None
 
     def _is_made(

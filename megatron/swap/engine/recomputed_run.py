@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,21 +96,11 @@ class RunChecks:
         self._is_newer = False  # there were comparisons since
 
     def run(
-        self,
-        key: Hashable,
-        name: str,
-        state: LayerState,
-        *,
-        saved: Collection[int] | None = None,
-        in_turn: Collection[int] | None = None,
-        num_saved: int | None = None,
-        sees_saved: bool,
-        may_have_gradients: bool = False,
-        is_well_known: bool = False,
-        is_exact: bool = True,
-        forked: Callable[[], AbstractContextManager[None]] | None,
-        contexts: Contexts,
-    ) -> CheckedRun:
+        self, key: Hashable, name: str, state: LayerState, *, saved: Collection[int] | None = None,
+        in_turn: Collection[int] | None = None, num_saved: int | None = None, sees_saved: bool,
+        may_have_gradients: bool = False, is_well_known: bool = False, is_exact: bool = True,
+        forked: Callable[[], AbstractContextManager[None]] | None, contexts: Contexts,
+    ) -> CheckedRun:  # fmt: skip
         """Return a callable that runs a layer in forward and in backward.
 
         ==================  =======================================================================================
@@ -136,10 +127,7 @@ class RunChecks:
         return CheckedRun(self, known, state, places, num_saved, sees_saved, sees_all, forked, contexts)
 
     def print_in_turn(self, site: Site, number: int, storage: torch.UntypedStorage) -> Print | None:
-        """Return the fingerprint of ``storage`` in its turn: one recomputed storage in each forward. None otherwise.
-
-        Function ``number`` of the chain of ``site`` recomputes the storage.
-        """
+        """Return the fingerprint of ``storage``, which function ``number`` of a site's chain makes, in its turn."""
         known, is_turn = self._turn(self._sites, (site, number), site)
         if not is_turn or storage.device.type == "meta":
             return None
@@ -184,10 +172,7 @@ class RunChecks:
         self._is_newer = True
 
     def before_step(self) -> None:
-        """Raise a ``RecomputedRunError`` if a flag is set, before an optimizer steps.
-
-        Reads the flags of this backward, or of the one before, if they have arrived on the host.
-        """
+        """Raise a ``RecomputedRunError`` if a flag is set, of this backward or the last, that has arrived here."""
         if not self._is_newer:
             return
         self._finish()
@@ -244,18 +229,15 @@ class CheckedRun:
         In a second run, raises a ``UsageError`` if the layer's state was changed in place, and a ``RecomputedRunError``
         if the layer is known to compute something different.
         """
-        known = self.known
+        known, body = self.known, partial(function, *args, **kwargs)
         if self.first is None:
             self.first = self._prints(is_exact=known.is_exact, is_loose=not (known.is_tried and known.is_exact))
-            if self.sees_all:
-                result = self._printed_without_graph(self.first, function, args, kwargs)
-            else:
-                result = self._printed(self.first, function, args, kwargs)
+            result = (self._printed_without_graph if self.sees_all else self._printed)(self.first, body)
             self.is_over = True
             known.saves_others |= self.num_saved is not None and len(self.first.kinds) != self.num_saved
             return result
         if not self.is_over:  # a gradient is taken within the layer's forward
-            return function(*args, **kwargs)
+            return body()
         changes = self.state.changes()
         if stuck := [change.where for change in changes if change.old is None]:
             raise UsageError(f"{known.name} runs again in backward, but {stuck[0]} changed since forward. {WAY_OUT}")
@@ -263,9 +245,9 @@ class CheckedRun:
             trial, is_first = None, not known.is_tried
             if is_first and self.forked is not None:
                 with put_back(changes):
-                    trial = self._trial(self.forked, function, args, kwargs)
+                    trial = self._trial(self.forked, body)
             with put_back(changes):
-                result = self._again(self.first, trial, function, args, kwargs)
+                result = self._again(self.first, trial, body)
                 if is_first:
                     known.changes_itself = bool(self.state.changes())
                 return result
@@ -275,32 +257,19 @@ class CheckedRun:
             self.saved, self.contexts.unwatched, is_exact=is_exact, is_loose=is_loose, has_workspaces=not self.sees_all
         )
 
-    def _trial(
-        self,
-        forked: Callable[[], AbstractContextManager[None]],
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Prints:
+    def _trial(self, forked: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Prints:
         """Run once more than needed: two runs in a backward show whether kernels are deterministic."""
         trial = self._prints(is_exact=True, is_loose=False)
         # Gradients are for who takes one in the layer's forward. The graph is gone before the second run begins.
         has_gradients = self.sees_saved or self.sees_all
         with forked(), self.contexts.untouched() if has_gradients else torch.no_grad():
-            self._printed(trial, function, args, kwargs)
+            self._printed(trial, body)
         return trial
 
-    def _again(
-        self,
-        first: Prints,
-        trial: Prints | None,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _again(self, first: Prints, trial: Prints | None, body: Callable[[], Any]) -> Any:
         again = self._prints(is_exact=first.is_exact, is_loose=first.is_loose)
         try:
-            result = self._printed(again, function, args, kwargs)
+            result = self._printed(again, body)
         except Exception:  # a checkpoint ends a run this way, once it has all saved tensors
             if len(again.kinds) == len(first.kinds):
                 self._compare(first, again, trial)
@@ -319,18 +288,14 @@ class CheckedRun:
             )
         set_back(rest)
 
-    def _printed(
-        self, prints: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _printed(self, prints: Prints, body: Callable[[], Any]) -> Any:
         with seeing_saved(prints.add) if self.sees_saved or self.sees_all else nullcontext():
-            result = function(*args, **kwargs)
+            result = body()
         if not self.sees_saved:
             _add_result(prints, result)
         return result
 
-    def _printed_without_graph(
-        self, prints: Prints, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _printed_without_graph(self, prints: Prints, body: Callable[[], Any]) -> Any:
         """Run the layer with gradients, in a context that has none: each saved tensor is seen, and dropped."""
         held: list[torch.Tensor | None] = []
         # The first time tensors are held until the layer's end, to learn whether the layer itself takes a gradient.
@@ -352,7 +317,7 @@ class CheckedRun:
             )
 
         with torch.enable_grad(), HooksContext(Hooks(pack, unpack), has_around=True):
-            result = function(*args, **kwargs)
+            result = body()
             _add_result(prints, result)
         held.clear()
         return tuple(map(_detached, result)) if isinstance(result, tuple) else _detached(result)

@@ -15,7 +15,6 @@ from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Owner, Stream
 from megatron.swap.engine.checksum import VerifyError, checksum
 from megatron.swap.engine.collector import end_delay
-from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.handle import Group, Handle, StorageState
 from megatron.swap.engine.shared_state import SharedState, num_bytes_of
 from megatron.swap.profiling.observer import Observer
@@ -25,12 +24,11 @@ from megatron.swap.profiling.recording import BRING_BACK
 class Reloader:
     """Copies storages from the tier to the device, in the order in which backward needs them."""
 
-    def __init__(self, state: SharedState, evictions: Evictions, observer: Observer | None = None) -> None:
+    def __init__(self, state: SharedState, observer: Observer | None = None) -> None:
         self.lane = state.device.copier.lane("in", Owner.ACTIVATIONS)
         self._state = state
         self._device = state.device
         self._counters = state.counters
-        self._evictions = evictions
         self._observer = observer
         self._is_closed = False
 
@@ -43,7 +41,7 @@ class Reloader:
             end_delay()
         state.ranges.backward(group)
         state.free_orphans()
-        self._evictions.find_evicted()
+        state.find_evicted()
         group.prefetched_bytes = 0
         late: list[Handle] = []
         for handle in group.in_backward_order():
@@ -134,7 +132,7 @@ class Reloader:
 
     def _claim(self, handle: Handle) -> bool:
         """Cancel an offload that is not released. Return False if ``handle`` is off the device and must be reloaded."""
-        self._evictions.reacquire(handle)
+        self._state.reacquire(handle)
         if handle.state is StorageState.OFFLOADING:
             self._state.offloading.remove(handle)
             handle.move_to(StorageState.KEPT)
@@ -144,10 +142,7 @@ class Reloader:
         return handle.state is not StorageState.OFFLOADED
 
     def _reload(self, handles: list[Handle], *, is_prefetch: bool = False) -> None:
-        """Enqueue the copies to the device, in the order given, or raise a ``SwapError`` if the engine is closed.
-
-        A prefetch stops early if memory is short; the remaining storages are reloaded on demand.
-        """
+        """Enqueue the copies to the device, in this order. A prefetch stops early if memory is short."""
         if not handles:
             return
         if self._is_closed:

@@ -153,13 +153,9 @@ class RepeatingPacker(LayerPacker):
     """Packs a run's tensors by the ``memo`` of an earlier run. Other arguments as for ``LayerPacker``."""
 
     def __init__(
-        self,
-        memo: RunMemo,
-        saved_tensors: SavedTensors,
-        where: Where,
-        constants: Collection[int],
+        self, memo: RunMemo, saved_tensors: SavedTensors, where: Where, constants: Collection[int],
         sources: Mapping[int, Site],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(saved_tensors, where, constants, sources)
         self.is_other = False  # a tensor did not fit
         self._counters = saved_tensors.manager.counters

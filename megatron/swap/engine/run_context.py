@@ -85,11 +85,7 @@ AUTOCAST_DEVICES = ("cuda", "cpu")
 
 
 class RunContext(NamedTuple):
-    """Values of ``SWITCHES``, autocast and the default device.
-
-    Other modes around a forward are not entered again: most only watch, and may be closed. Their effects show in the
-    layer's results.
-    """
+    """Values of ``SWITCHES``, autocast and default device. Other modes mostly watch, and are not entered again."""
 
     values: tuple[Any, ...]
     autocast: tuple[tuple[bool, torch.dtype], ...]  # (is on, dtype) for each of AUTOCAST_DEVICES

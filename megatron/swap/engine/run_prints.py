@@ -25,14 +25,9 @@ class Prints:
     """
 
     def __init__(
-        self,
-        wanted: Collection[int] | None,
-        unwatched: Callable[[], AbstractContextManager[Any]],
-        *,
-        is_exact: bool,
-        is_loose: bool,
-        has_workspaces: bool = True,
-    ) -> None:
+        self, wanted: Collection[int] | None, unwatched: Callable[[], AbstractContextManager[Any]], *,
+        is_exact: bool, is_loose: bool, has_workspaces: bool = True,
+    ) -> None:  # fmt: skip
         self.kinds: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []  # shape, strides, dtype
         self._has_workspaces = has_workspaces
         self.is_exact, self.is_loose = is_exact, is_loose
@@ -69,22 +64,20 @@ class Prints:
 
     def are_far(self, other: Prints) -> torch.Tensor | None:
         """Return whether values differ by more than the tolerance, as ``differ``."""
+        others = [sums.nan_to_num() for sums, _ in other._loose]
         return _any(
-            ~((one - another).norm() <= tolerance * another.norm())
-            for (one, tolerance), (another, _) in zip(
-                ((one.nan_to_num(), tolerance) for one, tolerance in self._loose),
-                ((one.nan_to_num(), tolerance) for one, tolerance in other._loose), strict=True,
-            )
-        )  # fmt: skip
+            ~((one.nan_to_num() - another).norm() <= tolerance * another.norm())
+            for (one, tolerance), another in zip(self._loose, others, strict=True)
+        )
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)  # most runs compare one tensor: a kernel less
 
 
-def _any(flags: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+def _any(flags: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """Return whether any of ``flags``, some of which may be on the CPU, is true. None if there are none."""
-    found = [flag for flag in flags if flag is not None]
+    found = list(flags)
     return functools.reduce(operator.or_, found) if found else None
 
 

@@ -16,10 +16,7 @@ from megatron.swap.engine.layer_state import MAX_BYTES, StateReader
 
 
 class RunSnapshot:
-    """The state that a layer reads, its arguments, and the random state of Python and NumPy, before a run.
-
-    It holds the arguments: drop it when the run is over.
-    """
+    """The state that a run reads, its arguments and random states before it. Holds the arguments: drop it after."""
 
     def __init__(self, reader: StateReader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._given = list(args), kwargs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -108,20 +108,12 @@ def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None
 
 
 class SavedTensors:
-    """Packs and unpacks the tensors that autograd saves in the model's layers.
-
-    Tensors of other devices than ``device``, and wrapper tensors unless ``wrappers`` names them, are kept as they are.
-    """
+    """Packs and unpacks tensors that layers save. Those of other devices, and unnamed wrappers, are kept whole."""
 
     def __init__(
-        self,
-        manager: SwapManager,
-        device: torch.device,
-        recomputer: Recomputer | None,
-        checks: RunChecks,
-        instruments: Instruments,
-        wrappers: WrapperRules | None = None,
-    ) -> None:
+        self, manager: SwapManager, device: torch.device, recomputer: Recomputer | None, checks: RunChecks,
+        instruments: Instruments, wrappers: WrapperRules | None = None,
+    ) -> None:  # fmt: skip
         self.footprint = FootprintMeter()  # counts the bytes that layers save
         self.checks = checks
         self._check_contexts = Contexts(self.unwatched, partial(self.untouched, observed=False))
@@ -155,35 +147,15 @@ class SavedTensors:
             return nullcontext()
         return self.recomputer.recording(on_end)
 
-    def called_with(self, group: Group, hidden: Any) -> None:
-        """Record the hidden states that a layer is called with."""
-        if self._recorder is not None:
-            self._recorder.called_with(group.label, hidden)
-
-    def inputs(self, group: Group, tensors: Sequence[torch.Tensor]) -> None:
-        """Record all tensors that a layer must save to run again, in place of ``called_with``."""
-        if self._recorder is not None:
-            self._recorder.inputs(group.label, tensors)
-
     def not_repeatable(self, group: Group) -> None:
         """Record that a layer's state changed in its run, or before its backward: it must run once."""
         if self._recorder is not None and self._recorder.is_on:
             self._recorder.not_repeatable(group.label)
 
-    def is_like(self, group: Group, others: tuple[int, ...]) -> None:
-        """Record that a layer runs in a checkpoint, because it saves the same as layers ``others`` in this forward."""
-        self.footprint.is_like(others[-1])
-        if self._recorder is not None and self._recorder.is_on:
-            self._recorder.is_like(group.label, others)
-
     def hooks(
-        self,
-        where: Where,
-        constants: Collection[int] = (),
-        weight_shapes: Collection[torch.Size] = (),
-        sources: Mapping[int, Site] | None = None,
-        make_packer: Callable[..., LayerPacker] | None = None,
-    ) -> AbstractContextManager[Any]:
+        self, where: Where, constants: Collection[int] = (), weight_shapes: Collection[torch.Size] = (),
+        sources: Mapping[int, Site] | None = None, make_packer: Callable[..., LayerPacker] | None = None,
+    ) -> AbstractContextManager[Any]:  # fmt: skip
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
         ``constants``: addresses of storages that are always kept (parameters). ``sources`` is given where operators are
@@ -259,10 +231,7 @@ class SavedTensors:
             return self.unpack(packed)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        """Return the tensor as it was saved: same bytes, offset, shape and stride.
-
-        Raises a ``RuntimeError`` if it was changed in place since, as autograd does without hooks.
-        """
+        """Return the tensor as it was saved, or raise a ``RuntimeError`` if it was changed in place since."""
         if isinstance(packed, torch.Tensor):
             return packed
         if packed.record is not None:
@@ -284,13 +253,9 @@ class SavedTensors:
         return packed.layout.view(storage)
 
     def _enter(
-        self,
-        hooks: Hooks,
-        keeping: Hooks | None = None,
-        weight_shapes: Collection[torch.Size] = (),
-        *,
+        self, hooks: Hooks, keeping: Hooks | None = None, weight_shapes: Collection[torch.Size] = (), *,
         observed: bool = True,
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[Any]:  # fmt: skip
         """Return a context with ``hooks``. With ``keeping``, wrapper tensors are taken apart."""
         if observed and self.observer is not None and self.observer.is_on:
             hooks = self.observer.around(hooks)
@@ -301,10 +266,7 @@ class SavedTensors:
 
 
 class LayerPacker:
-    """Packs the tensors that autograd saves in one forward of a layer. Implements ``Packing`` for the recomputer.
-
-    Arguments as for ``SavedTensors.hooks``.
-    """
+    """Packs the tensors that autograd saves in one forward of a layer. Arguments as for ``SavedTensors.hooks``."""
 
     def __init__(
         self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], sources: Mapping[int, Site]

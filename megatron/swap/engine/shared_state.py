@@ -1,4 +1,4 @@
-"""State shared by offload, reload and eviction: the device, the tier, and the copies in flight."""
+"""State shared by offload and reload: the device, the tier, the copies in flight, and the guard's evictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.swap.common.counters import Counters
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.fences import ReadFences
-from megatron.swap.engine.handle import Handle, Orphans
+from megatron.swap.engine.handle import Handle, Orphans, StorageState
 from megatron.swap.engine.oom_guard import OomGuard
 from megatron.swap.engine.order import BackwardOrder
 from megatron.swap.engine.release_budget import ReleaseBudget
@@ -60,7 +60,7 @@ class OffloadQueue:
 
 
 class SharedState:
-    """State that offload, reload and eviction share."""
+    """State that offload and reload share. The guard may evict on any thread; byte counts follow when it is seen."""
 
     def __init__(
         self, device: Device, tier: Tier, ranges: Ranges, guard: OomGuard, release_budget: ReleaseBudget
@@ -84,6 +84,29 @@ class SharedState:
             for stream in dict.fromkeys((self.device.current_stream(), self.main_stream)):
                 self.device.wait(stream, event)
             del storage  # now its block may be reused: all later work is ordered behind the copy
+
+    def reacquire(self, handle: Handle) -> bool:
+        """Protect ``handle`` from eviction from now on. Return whether it was evicted before."""
+        if not handle.offer:
+            return False  # as always without a guard
+        before = self.guard.reacquire(handle)
+        if before is StorageState.OFFLOADING:
+            self.offloading.remove(handle)
+        elif before is StorageState.RELOADING:
+            handle.group.prefetched_bytes -= handle.num_bytes
+            handle.group.prefetch_evicted = True
+        elif before is StorageState.RESIDENT:
+            handle.group.num_bytes += handle.num_bytes
+            self.release_budget.note_size(handle.group)
+            handle.group.kept_bytes -= handle.num_bytes
+            self.counters.layers[handle.site.layer].out_bytes += handle.num_bytes
+        return before is not None
+
+    def find_evicted(self) -> None:
+        """Account for every eviction since the last call."""
+        for handle in self.guard.evicted():
+            self.reacquire(handle)
+        self.guard.tidy(self.fences.have_passed)
 
 
 def num_bytes_of(handles: Iterable[Handle]) -> int:

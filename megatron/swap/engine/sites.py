@@ -12,10 +12,7 @@ from megatron.swap.common.types import Site
 
 
 class SiteNames:
-    """Tracks which submodule of ``module`` (a layer, or a chunk outside its layers) is running.
-
-    Submodules in ``without`` are not tracked, with all their submodules.
-    """
+    """Tracks which submodule of ``module`` runs (a layer, or a chunk without its layers), leaving out ``without``."""
 
     def __init__(self, layer: int, module: nn.Module, without: Collection[nn.Module] = ()) -> None:
         self.layer = layer  # first part of the sites' names; may change between forwards

@@ -38,11 +38,7 @@ class Stash:
         self._tensors = tensors
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors as they were stashed; offloaded ones are reloaded.
-
-        Raises:
-            RuntimeError: one was changed in place since, as for any tensor that autograd saves.
-        """
+        """Return the tensors as stashed, offloaded ones reloaded. Raises a ``RuntimeError`` if one was changed."""
         if self._end is None:
             return self._tensors
         node: Any = self._end.grad_fn

@@ -41,29 +41,17 @@ class WrapperRules:
         inner = {name: getattr(tensor, name) for name in names}
         if not inner or any(type(one) is not torch.Tensor for one in inner.values()):
             return None
-        return WrapperParts(type(tensor), inner, context, tensor.shape, tensor.stride(), frozenset(self.caches(tensor)))
+        return WrapperParts(type(tensor), inner, context, tensor.shape, tensor.stride())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WrapperParts:
-    """A wrapper tensor taken apart."""
+    """A wrapper tensor taken apart, and the graph's entry for it."""
 
     kind: Any
-    inner: dict[str, torch.Tensor]
+    inner: dict[str, Any]  # inner tensors; packed ones in the graph
     context: Any  # needed by the class beside `inner`
     shape: torch.Size  # of the wrapper, as is the stride
-    stride: tuple[int, ...]
-    caches: Collection[str]  # names of the inner tensors that are caches
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWrapper:
-    """The graph's entry for a wrapper tensor: ``inner`` has the packed inner tensors."""
-
-    kind: Any
-    inner: dict[str, Any]
-    context: Any
-    shape: torch.Size
     stride: tuple[int, ...]
 
 
@@ -74,13 +62,12 @@ def apart(rules: WrapperRules, hooks: Hooks, keeping: Hooks, weight_shapes: Coll
         parts = None if type(tensor) is torch.Tensor else rules.take_apart(tensor, weight_shapes)
         if parts is None:
             return hooks.pack(tensor)
-        inner = {
-            name: (keeping if name in parts.caches else hooks).pack(tensor) for name, tensor in parts.inner.items()
-        }
-        return PackedWrapper(parts.kind, inner, parts.context, parts.shape, parts.stride)
+        caches = rules.caches(tensor)
+        parts.inner = {name: (keeping if name in caches else hooks).pack(one) for name, one in parts.inner.items()}
+        return parts
 
     def unpack(packed: Any) -> torch.Tensor:
-        if type(packed) is not PackedWrapper:
+        if type(packed) is not WrapperParts:
             return hooks.unpack(packed)
         inner = {name: hooks.unpack(one) for name, one in packed.inner.items()}
         rebuilt: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.shape, packed.stride)

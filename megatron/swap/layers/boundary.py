@@ -29,24 +29,15 @@ from megatron.swap.profiling.saved_tensor_hooks import are_hooks_off, innermost_
 
 
 class Runs(Protocol):
-    """Interface of the object that decides about the runs of a layer."""
+    """The object that decides about the runs of a layer: ``Layers``, which describes these methods."""
 
-    errors: Callable[[], AbstractContextManager[None]]  # makes a context in which errors have the caller's spelling
+    errors: Callable[[], AbstractContextManager[None]]
 
-    def begin(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun | None:
-        """Begin a run with gradients. None: the layer runs as if it had no boundary."""
-
-    def is_idle(self) -> bool:
-        """Whether the layer that begins may run as if it had no boundary, because everything is kept."""
-
-    def in_checkpoint(self, boundary: Boundary) -> None:
-        """Refuse a layer that runs inside a checkpoint of the user's, unless it keeps everything."""
-
-    def unhooked(self) -> None:
-        """Note that a layer runs with gradients where autograd calls no hooks."""
-
-    def on_backward(self, boundary: Boundary) -> Callable[[], None]:
-        """Return the callback for the moment when backward enters the run that has ended. The graph holds it."""
+    def begin(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun | None: ...
+    def is_idle(self) -> bool: ...
+    def in_checkpoint(self, boundary: Boundary) -> None: ...
+    def unhooked(self) -> None: ...
+    def on_backward(self, boundary: Boundary) -> Callable[[], None]: ...
 
 
 class Boundary(BoundsLayer):
@@ -58,16 +49,9 @@ class Boundary(BoundsLayer):
     """
 
     def __init__(
-        self,
-        spec: LayerSpec,
-        saved_tensors: SavedTensors,
-        runs: Runs,
-        *,
-        hooked: bool = True,
-        makes_operators: bool = False,
-        may_follow: bool = True,
-        alike: AlikeRuns | None = None,
-    ) -> None:
+        self, spec: LayerSpec, saved_tensors: SavedTensors, runs: Runs, *, hooked: bool = True,
+        makes_operators: bool = False, may_follow: bool = True, alike: AlikeRuns | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self.module = spec.module
         self._runs = runs
@@ -187,10 +171,10 @@ class Boundary(BoundsLayer):
             run.group = manager.begin_forward(run.number, run.position)
             if ranges.is_on:
                 _mark_end_of_backward(ranges, run.group, hidden)
-                if self.makers is None:
-                    saved_tensors.called_with(run.group, hidden)
-                else:
-                    saved_tensors.inputs(run.group, run.inputs())
+                if (recorder := saved_tensors.active_recorder) is not None and self.makers is None:
+                    recorder.called_with(run.group.label, hidden)
+                elif recorder is not None:
+                    recorder.inputs(run.group.label, run.inputs())
             with self._hooks(run):
                 result = self._body(run)
             footprint.end_layer(run.number, is_unseen=run.checkpoint is not None)
@@ -252,7 +236,9 @@ class Boundary(BoundsLayer):
         if run.like:
             if not is_repeatable:
                 self._refuse_measuring(run)
-            self._saved_tensors.is_like(run.group, run.like)
+            self._saved_tensors.footprint.is_like(run.like[-1])
+            if (recorder := self._saved_tensors.active_recorder) is not None:
+                recorder.is_like(run.group.label, run.like)
             return
         if not is_repeatable or not run.inputs():
             self._alike.refuse(run.kind)

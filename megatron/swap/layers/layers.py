@@ -19,18 +19,16 @@ from megatron.swap.layers.whole import torch_checkpoint
 
 
 def _nothing() -> None:
-    """Default callback while the order of runs is not learned."""
+    pass
 
 
 class Layers:
     """The boundaries around the layers of this rank, whose numbers are given. ``remove`` removes them."""
 
     def __init__(
-        self,
-        saved_tensors: SavedTensors,
-        policy: Policy,
+        self, saved_tensors: SavedTensors, policy: Policy,
         errors: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.boundaries: list[Boundary] = []
         self.errors = errors  # makes a context in which errors have the caller's spelling
         self.have_run_unhooked = False  # layers have run where autograd calls no hooks: nothing was swapped
@@ -41,10 +39,7 @@ class Layers:
         self._names: dict[nn.Module, SiteNames] = {}
 
     def install(self, specs: Sequence[LayerSpec], *, ends_in_loss: bool = True) -> None:
-        """Put boundaries around the layers of a model chunk, in the order of forward.
-
-        Raises a ``UsageError`` if the policy lets a layer run again that must not.
-        """
+        """Put boundaries around a chunk's layers, or raise a ``UsageError`` if one that must not is to run again."""
         policy, chunk = self._policy, list[Boundary]()
         self._chunks.append((chunk, ends_in_loss))
         try:
@@ -88,7 +83,7 @@ class Layers:
         self.have_run_unhooked = True
 
     def on_backward(self, boundary: Boundary) -> Callable[[], None]:
-        """Return the callback for the moment when backward enters the run that has ended."""
+        """Return the callback for the moment when backward enters the run that has ended. The graph holds it."""
         return _nothing
 
     # ------------------------------------------------------------------- asked by a run

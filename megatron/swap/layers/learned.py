@@ -24,23 +24,13 @@ from megatron.swap.params.module_weights import computing_devices
 
 
 class LearnedLayers(Layers):
-    """The boundaries around all layers of a model. The first step shows the order of their runs.
-
-    ``is_measuring`` returns whether steps are measured now, ``has_room`` whether the host has room for that many bytes
-    more. ``modules`` has each layer once.
-    """
+    """The boundaries around ``modules``, each once. The first step shows their order. See ``AlikeRuns``, too."""
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        saved_tensors: SavedTensors,
-        policy: Policy,
-        is_measuring: Callable[[], bool] = lambda: False,
-        has_room: Callable[[int], bool] = lambda _: True,
-        *,
-        autocast_cache: bool = True,
-        errors: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+        self, modules: Sequence[nn.Module], saved_tensors: SavedTensors, policy: Policy,
+        is_measuring: Callable[[], bool] = lambda: False, has_room: Callable[[int], bool] = lambda _: True, *,
+        autocast_cache: bool = True, errors: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
         super().__init__(saved_tensors, policy, errors)
         self._alike = AlikeRuns(is_measuring, has_room)
         self._has_begun = False
@@ -73,10 +63,6 @@ class LearnedLayers(Layers):
     # ------------------------------------------------------------------- asked by boundaries
 
     def begin(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun | None:
-        """Begin a run with gradients, or return None: the layer runs apart.
-
-        Raises a ``UsageError`` if the model's forward does not run.
-        """
         if boundary in self.order.apart:
             return None
         if not self._depth:
@@ -91,34 +77,26 @@ class LearnedLayers(Layers):
         return run
 
     def is_idle(self) -> bool:
-        """Whether a layer may run as if it had no boundary, because everything is kept."""
         return self.order.is_known and super().is_idle()
 
     def in_checkpoint(self, boundary: Boundary) -> None:
-        """Raise a ``UsageError`` for a layer inside the model's checkpoint: the planner decides about recomputation."""
         raise UsageError(
             f"{type(boundary.module).__name__} runs inside an activation checkpoint of the model, and memory_gib plans "
             "what is recomputed. Switch the model's checkpointing off."
         )
 
     def on_backward(self, boundary: Boundary) -> Callable[[], None]:
-        """Return the callback for the moment when backward enters the run that has ended."""
         return self.order.on_backward(boundary)
 
     # ------------------------------------------------------------------- the model's forward
 
     def begin_forward(self) -> None:
-        """Begin a forward of the model. Raises a ``UsageError`` as ``RunOrder.begin_forward``."""
         self.order.begin_forward(is_measuring=self._saved_tensors.active_recorder is not None)
         self._alike.begin_forward()
         self._has_begun = True
 
     @contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
-        """Return a context for the forward of ``model`` that records tensors saved outside its layers.
-
-        Raises a ``UsageError`` if it trains and did not begin: its ``forward`` was called, and not the model.
-        """
         if torch.is_grad_enabled() and not in_backward() and not self._has_begun:
             raise UsageError(f"{type(model).__name__}.forward is called by itself: call the model, model(...).")
         self._depth += 1
@@ -136,10 +114,7 @@ class LearnedLayers(Layers):
         return [boundary.module for boundary in self.order.seen()]
 
     def learn_order(self, window_bytes: int | None) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Number the runs as in ``seen_order``, which is not empty. Other layers keep their saved tensors from now on.
-
-        Return the layers that no backward has entered, and those that run in other forwards than the longest.
-        """
+        """Number the runs by ``RunOrder.learn``, and apply the policy to them. Return its results, as modules."""
         idle, elsewhere = self.order.learn()
         for boundary in self.boundaries:
             assert boundary.makers is not None
@@ -159,11 +134,9 @@ class LearnedLayers(Layers):
         )  # fmt: skip
 
     def chunks(self) -> tuple[tuple[int, ...], ...]:
-        """Return the numbers of the runs of a forward, in order, as the only chunk; none before they are known."""
         return (tuple(range(self.num_runs)) if self.is_known else (),)
 
     def apply_policy(self, window_bytes: int | None) -> None:
-        """Apply the changed policy from the next forward on. Call this between steps."""
         for boundary in self.boundaries:
             assert boundary.makers is not None
             boundary.makers.forget_decisions()

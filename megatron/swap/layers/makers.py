@@ -35,20 +35,12 @@ Probe = tuple[OperatorOrder, int, Alias]
 
 
 class Makers:
-    """Follows the operators of one layer, to recompute some of its saved tensors in backward.
-
-    ``call`` is the layer's own forward. ``constants`` returns its parameters and buffers. No run is followed unless it
-    ``is_possible``.
-    """
+    """Follows a layer's operators, to recompute saved tensors. ``call`` is its forward, ``constants`` its weights."""
 
     def __init__(
-        self,
-        saved_tensors: SavedTensors,
-        call: Callable[..., Any],
-        constants: Callable[[], list[torch.Tensor]],
-        *,
+        self, saved_tensors: SavedTensors, call: Callable[..., Any], constants: Callable[[], list[torch.Tensor]], *,
         is_possible: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._saved_tensors = saved_tensors
         self._call = call
         self._constants = constants

@@ -21,11 +21,7 @@ LEAST_MEASURED = 2
 
 
 class AlikeRuns:
-    """Tells which runs of a forward are like measured runs.
-
-    ``is_measuring`` returns whether steps are measured now, ``has_room`` whether the host has room for that many bytes
-    more.
-    """
+    """Tells which runs of a forward are like measured ones. ``has_room`` asks the host for that many bytes more."""
 
     def __init__(self, is_measuring: Callable[[], bool], has_room: Callable[[int], bool]) -> None:
         self.is_measuring = is_measuring
@@ -63,18 +59,11 @@ class AlikeRuns:
 def kind_of(
     module: nn.Module, inputs: Iterable[torch.Tensor], did: Iterable[Hashable] | None, *others: Hashable
 ) -> Hashable:
-    """Return a value that is equal for runs that save tensors of the same sizes at the same sites.
-
-    ``did`` is from ``Makers.did``, or None if it is not known.
-    """
-    return (
-        type(module),
-        tuple((name, *form_of(one)) for name, one in module.named_parameters()),
-        tuple((name, *form_of(one)) for name, one in module.named_buffers()),
-        tuple(map(form_of, inputs)),
-        None if did is None else tuple(did),
-        others,
-    )
+    """Return a value that is equal for runs that save alike. ``did`` is from ``Makers.did``, or None if unknown."""
+    parameters = tuple((name, *form_of(one)) for name, one in module.named_parameters())
+    buffers = tuple((name, *form_of(one)) for name, one in module.named_buffers())
+    done = None if did is None else tuple(did)
+    return type(module), parameters, buffers, tuple(map(form_of, inputs)), done, others
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:

@@ -48,10 +48,7 @@ class RunOrder:
         self._seen[boundary] = _Seen()
 
     def begin_forward(self, *, is_measuring: bool) -> None:
-        """Begin a forward of the model, and forget the graphs of earlier ones.
-
-        Raises a ``UsageError`` if the first steps are measured and the forward before still waits for its backward.
-        """
+        """Begin a forward, or raise a ``UsageError`` if the last one waits for its backward in measured steps."""
         seen = self._seen.values()
         has_graph = any(one.graph is not None and one.graph() is not None for one in seen)
         if (is_measuring or not self.is_known) and has_graph and not any(one.is_entered for one in seen):
@@ -95,15 +92,10 @@ class RunOrder:
         return [boundary for boundary in self._longest if self._seen[boundary].has_backward]
 
     def learn(self) -> tuple[list[Boundary], list[Boundary]]:
-        """Number the runs as in ``seen``, which is not empty. Other layers run apart from now on.
-
-        Return the layers that no backward has entered, and those that run in other forwards than the longest.
-        """
+        """Number the runs as in ``seen``; others run apart. Return those with no backward, then those elsewhere."""
         everything, self.boundaries = self.boundaries, self.seen()
         self.is_known = True
-        self.apart = {boundary for boundary in everything if boundary not in self.boundaries}
-        idle = [boundary for boundary in everything if boundary in self.apart]
-        return (
-            [boundary for boundary in idle if not self._seen[boundary].has_backward],
-            [boundary for boundary in idle if self._seen[boundary].has_backward],
-        )
+        apart = [boundary for boundary in everything if boundary not in self.boundaries]
+        self.apart = set(apart)
+        elsewhere = [boundary for boundary in apart if self._seen[boundary].has_backward]
+        return [boundary for boundary in apart if boundary not in elsewhere], elsewhere

@@ -27,10 +27,7 @@ def run_in_torchs(
     module: nn.Module, run: LayerRun, call: Callable[..., Any], saved_tensors: SavedTensors, reader: StateReader,
     makers: Makers,
 ) -> Any:  # fmt: skip
-    """Run a layer in torch's checkpoint, which saves the inputs, and restores random state and autocast.
-
-    ``call`` is the layer's own forward, ``reader`` reads its state, and ``makers`` follows its operators.
-    """
+    """Run a layer, whose own forward is ``call``, in torch's checkpoint, which restores random states and autocast."""
     leaves, structure = _pytree.tree_flatten([list(run.args), run.kwargs])
     indices = [i for i, leaf in enumerate(leaves) if run.is_input(leaf)]
     inputs = [leaves[i] for i in indices]

@@ -31,11 +31,8 @@ from megatron.swap.megatron_lm.layer_specs import default_layer_spec, make_layer
 
 # Fastest first. PyTorch skips a backend that does not support a shape.
 _FASTEST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+]  # fmt: skip
 # The backward passes of cuDNN and of the memory-efficient kernel add in an order that varies from run to run.
 _DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
@@ -49,20 +46,11 @@ class SdpaCoreAttention(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        deterministic: bool = False,
-        use_given_mask: bool = False,
-    ) -> None:
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, k_channels: int | None = None,
+        v_channels: int | None = None, cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None, deterministic: bool = False, use_given_mask: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(config=config)
         _require_supported(config)
         if pg_collection is None:
@@ -83,15 +71,9 @@ class SdpaCoreAttention(MegatronModule):
         self.backends = _DETERMINISTIC if deterministic else _FASTEST
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None,
+    ) -> Tensor:  # fmt: skip
         """Return the context, [sequence, batch, heads × value channels]. ``attention_mask`` is True where masked out.
 
         Raises a ``UsageError`` for packed sequences or a bias.
@@ -102,9 +84,7 @@ class SdpaCoreAttention(MegatronModule):
                 "(--sft, --dataloader-inter-document-masking), or use --transformer-impl transformer_engine."
             )
         if attention_bias is not None:
-            raise UsageError(
-                "The local spec's attention takes no bias. Use --transformer-impl transformer_engine."
-            )
+            raise UsageError("The local spec's attention takes no bias. Use --transformer-impl transformer_engine.")
         allowed, is_causal = self._allowed(query, key, attention_mask, attn_mask_type or self.attn_mask_type)
         num_value_channels = value.shape[-1]
         if self.deterministic and num_value_channels < query.shape[-1]:
@@ -113,15 +93,9 @@ class SdpaCoreAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         with self._random_state(dropout), sdpa_kernel(self.backends, set_priority=True):
             context = F.scaled_dot_product_attention(
-                query.permute(1, 2, 0, 3),
-                key.permute(1, 2, 0, 3),
-                value.permute(1, 2, 0, 3),
-                attn_mask=allowed,
-                dropout_p=dropout,
-                is_causal=is_causal,
-                scale=self.softmax_scale,
-                enable_gqa=self.is_grouped,
-            )
+                query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), attn_mask=allowed,
+                dropout_p=dropout, is_causal=is_causal, scale=self.softmax_scale, enable_gqa=self.is_grouped,
+            )  # fmt: skip
         return context[..., :num_value_channels].permute(2, 0, 1, 3).flatten(2)
 
     def _allowed(
@@ -132,9 +106,7 @@ class SdpaCoreAttention(MegatronModule):
         is_causal = mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if not is_causal:
             return (None if attention_mask is None else ~attention_mask), False
-        is_given = attention_mask is not None and (
-            self.use_given_mask or mask_type is not AttnMaskType.causal
-        )
+        is_given = attention_mask is not None and (self.use_given_mask or mask_type is not AttnMaskType.causal)
         if not is_given and num_queries == num_keys:
             return None, True
         # The last query sees all keys, also when there are fewer queries than keys.
@@ -161,15 +133,10 @@ def sdpa_layer_spec(
     ``SdpaCoreAttention``. The result is a function of the model's config and virtual pipeline stage.
     """
 
-    def transformer_layer_spec(
-        config: Any, vp_stage: int | None = None
-    ) -> ModuleSpec | TransformerBlockSubmodules:
+    def transformer_layer_spec(config: Any, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
         spec = make_layer_spec(default_layer_spec if base is None else base, config, vp_stage)
-        attention = ModuleSpec(
-            module=SdpaCoreAttention,
-            params={"deterministic": deterministic, "use_given_mask": use_given_mask},
-        )
-        return with_core_attention(spec, attention)
+        params = {"deterministic": deterministic, "use_given_mask": use_given_mask}
+        return with_core_attention(spec, ModuleSpec(module=SdpaCoreAttention, params=params))
 
     return transformer_layer_spec
 

@@ -36,10 +36,7 @@ def _has_flag() -> bool:
 
 
 def recompute_weights(chunk: nn.Module) -> Callable[[], None]:
-    """Let the linear layers of ``chunk`` make the 8-bit layouts of their weights at each read. Return an undo function.
-
-    Raises a ``UsageError`` if the installed TransformerEngine always keeps them.
-    """
+    """Let linear layers make 8-bit weights at each read, or raise a ``UsageError``. Return an undo function."""
     if not _has_flag():
         raise UsageError("--swap-fp8-weights recompute needs transformer_engine>=2.17. Update it, or choose keep.")
     layers = [module for module in chunk.modules() if isinstance(module, _kinds())]  # no experts (GroupedLinear)

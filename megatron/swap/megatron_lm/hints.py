@@ -47,10 +47,7 @@ class Built:
 
 
 class MegatronHints(ModelHints):
-    """Answers about a model of Megatron.
-
-    Without ``built``, Megatron's trainer will build the model, and has patched Megatron itself.
-    """
+    """Answers about a model of Megatron. Without ``built``, the trainer builds the model, and has patched Megatron."""
 
     remedy = ""  # Megatron's flags
     tells_details = True
@@ -108,11 +105,7 @@ class MegatronHints(ModelHints):
     # ------------------------------------------------------------------- when the model is there
 
     def prepare(self, chunks: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[list[Undo], str | None]]:
-        """Change the model for swapping. Yield the undo functions of each change, and a line about it.
-
-        Raises a ``UsageError`` if the model cannot be swapped as the settings ask, and a ``PatchError`` if this
-        Megatron lacks a symbol that they need.
-        """
+        """Change the model, or raise a ``UsageError`` or ``PatchError``. Yield each change's undos, and a line."""
         if self._built is not None:
             own = [has_own_checkpointed_forward(block) for chunk in chunks for block in blocks_of(chunk)]
             applied = SHARED.add(self, self.facts, settings, self.kinds(settings), patches_full=not all(own))

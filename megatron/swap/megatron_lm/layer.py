@@ -26,14 +26,8 @@ from megatron.swap.engine.policy import Policy, matches
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.layers.layers import Layers
 from megatron.swap.layers.run import LayerSpec, Rerun
+from megatron.swap.megatron_lm import layer_reads
 from megatron.swap.megatron_lm.layer_checkpoint import check_full_recomputation, layer_checkpoint
-from megatron.swap.megatron_lm.layer_reads import (
-    attributes_read,
-    first_run,
-    forked_random_states,
-    is_well_known,
-    may_have_gradients,
-)
 from megatron.swap.megatron_lm.producers import Producers
 
 
@@ -41,13 +35,9 @@ def known_modules() -> list[str]:
     """Return the submodule names that ``--swap-modules`` may use, from the specs of the installed megatron-core."""
     names = {OWN_PATH, CHECKPOINT_PATH}
     for spec in (
-        TransformerLayerSubmodules,
-        SelfAttentionSubmodules,
-        CrossAttentionSubmodules,
-        MLASelfAttentionSubmodules,
-        MLPSubmodules,
-        MoESubmodules,
-    ):
+        TransformerLayerSubmodules, SelfAttentionSubmodules, CrossAttentionSubmodules, MLASelfAttentionSubmodules,
+        MLPSubmodules, MoESubmodules,
+    ):  # fmt: skip
         names.update(field.name for field in dataclasses.fields(spec))
     return sorted(name for name in names if not name.endswith(("_bda", "_map")))
 
@@ -84,21 +74,12 @@ def check_one_stack(chunks: Sequence[nn.Module]) -> None:
 
 
 class MegatronLayers(Layers):
-    """The boundaries around Megatron's layers of this rank.
-
-    ``policy`` chooses the layers that offload and recompute, ``modules`` are patterns of the submodules that are
-    swapped. Nothing is recomputed without ``producers``, which make kernels record their outputs. ``errors`` is as in
-    ``Layers``.
-    """
+    """The boundaries around Megatron's layers. ``producers`` record outputs; ``modules`` are patterns of what swaps."""
 
     def __init__(
-        self,
-        saved_tensors: SavedTensors,
-        policy: Policy,
-        modules: Sequence[str],
-        producers: Producers | None = None,
+        self, saved_tensors: SavedTensors, policy: Policy, modules: Sequence[str], producers: Producers | None = None,
         errors: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(saved_tensors, policy, errors)
         self._modules = modules
         self._producers = producers
@@ -106,11 +87,7 @@ class MegatronLayers(Layers):
         self._undo: list[Callable[[], None]] = []
 
     def add(self, chunk: nn.Module) -> None:
-        """Put boundaries around all layers of ``chunk``, one stage of the model.
-
-        Raises a ``UsageError`` if a pattern in ``modules`` names no submodule of any layer of this chunk, or if a
-        checkpoint that is not Megatron's would recompute layers.
-        """
+        """Bound all layers of ``chunk``, or raise a ``UsageError``: unknown ``modules``, or another's checkpoint."""
         ends_in_loss = bool(getattr(chunk, "post_process", True))
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             layers = list(block.layers)
@@ -153,14 +130,15 @@ class MegatronLayers(Layers):
 def _spec(layer: Any, number: int, on_run_without_grad: Callable[[int], None] | None) -> LayerSpec:
     rerun = Rerun(
         checkpoint=lambda: layer_checkpoint(number, layer.config),
-        forked=forked_random_states(layer.config),
-        may_have_gradients=may_have_gradients(layer),
-        is_well_known=is_well_known(layer),
-        first_run=first_run(layer),
+        forked=layer_reads.forked_random_states(layer.config),
+        may_have_gradients=layer_reads.may_have_gradients(layer),
+        is_well_known=layer_reads.is_well_known(layer),
+        first_run=layer_reads.first_run(layer),
     )
     return LayerSpec(
-        module=layer, number=number, attributes=attributes_read, rerun=rerun, on_run_without_grad=on_run_without_grad
-    )
+        module=layer, number=number, attributes=layer_reads.attributes_read, rerun=rerun,
+        on_run_without_grad=on_run_without_grad,
+    )  # fmt: skip
 
 
 class CheckpointedSegments:

@@ -6,7 +6,6 @@ delayed scaling the scales of forward; histories get no value twice. Megatron it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -14,8 +13,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, te_checkpoint
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.forecast.facts import MegatronFacts
-
-Checkpoint = Callable[..., Any]  # Calls a function with tensors, and again in backward.
+from megatron.swap.layers.run import Checkpoint
 
 
 def can_recompute_layers(facts: MegatronFacts) -> bool:

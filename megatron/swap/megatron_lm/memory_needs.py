@@ -149,13 +149,9 @@ def _model_bytes(facts: MegatronFacts, offload_fraction: float) -> int:
 
 
 def least_saved_bytes(
-    facts: MegatronFacts,
-    num_layers: int,
-    recompute: Collection[str] = (),
-    *,
-    min_bytes: float = 0.0,
+    facts: MegatronFacts, num_layers: int, recompute: Collection[str] = (), *, min_bytes: float = 0.0,
     inputs_alone: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Return a lower bound of the bytes that ``num_layers`` layers save in one micro-batch on this rank.
 
     The shapes give norm inputs and outputs, q, k, v, attention output and MLP activations. Outputs of the kinds in

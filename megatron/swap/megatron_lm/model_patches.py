@@ -59,11 +59,7 @@ class RunPatches:
 def patches_of_model(
     facts: MegatronFacts, settings: Settings, kinds: Collection[str], events: ModelEvents, *, patches_full: bool = True
 ) -> RunPatches:
-    """Return the patches that a model's forward and backward need, and those that they use where they fit.
-
-    The patched functions call ``events``. ``patches_full``: a block's full recomputation is Megatron's function, no
-    method of the block.
-    """
+    """Return the patches that a model needs or uses. ``patches_full``: full recomputation is Megatron's function."""
     needs: list[Patch] = []
     optional: list[Patch] = []
     if settings.acts:

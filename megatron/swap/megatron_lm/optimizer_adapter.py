@@ -25,13 +25,8 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm import scaled_state
-from megatron.swap.megatron_lm.quantized_params import (
-    has_quantized_params,
-    main_params_of_quantized,
-    quantize_params,
-    quantized_params,
-)
+from megatron.swap.megatron_lm import quantized_params, scaled_state
+from megatron.swap.megatron_lm.quantized_params import has_quantized_params
 from megatron.swap.optimizer.param_state import MAIN
 from megatron.swap.optimizer.partial_step import Table
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
@@ -109,31 +104,16 @@ class AdaptedOptimizer:
             self._replaced.append((override, vars(override.owner).get(override.method, _MISSING)))
             setattr(override.owner, override.method, _bound(override, original))
 
-    def remove_all(self) -> None:
-        """Restore all methods, so that the optimizer has the attributes that it had before ``install``."""
-        self._give_back(self.overrides)
-
-    def remove(self) -> None:
-        """Restore all methods; while state is in host memory, keep those that read it for a checkpoint.
-
-        State is not moved. Materialize it first to continue training.
-        """
-        is_in_host = bool(self.stepper.state.offloaded)
-        self._give_back([one for one in self.overrides if not (one.reads_host and is_in_host)])
-
-    def remove_all_but_saving(self) -> None:
-        """Restore the methods that train or load. Methods that save still materialize the state first."""
-        self._give_back([override for override in self.overrides if not override.is_for_saving])
-
-    def _give_back(self, overrides: Sequence[Override]) -> None:
+    def remove(self, stays: Callable[[Override], bool] = lambda _: False) -> None:
+        """Restore the methods as before ``install``, but those that ``stays`` names. State is not moved."""
         for override, previous in self._replaced:
-            if override not in overrides:
+            if stays(override):
                 continue
             if previous is _MISSING:
                 delattr(override.owner, override.method)
             else:
                 setattr(override.owner, override.method, previous)
-        self._replaced = [entry for entry in self._replaced if entry[0] not in overrides]
+        self._replaced = [entry for entry in self._replaced if stays(entry[0])]
 
     def sizes_to_create(self) -> list[int]:
         """Return the sizes in bytes of the moments that the first step of each parameter is going to create."""
@@ -146,7 +126,8 @@ class AdaptedOptimizer:
         """Return the bytes of offloaded main parameters that come back behind each step, for parameters in 8 bits."""
         if not has_quantized_params(self._optimizer):
             return 0
-        offloaded = (self.stepper.state.offloaded.get(main) for main in main_params_of_quantized(self._optimizer))
+        mains = quantized_params.main_params_of_quantized(self._optimizer)
+        offloaded = (self.stepper.state.offloaded.get(main) for main in mains)
         return sum(one.tensors[MAIN].num_bytes for one in offloaded if one is not None and MAIN in one.tensors)
 
     # ----------------------------------------------------------------- training
@@ -162,7 +143,7 @@ class AdaptedOptimizer:
     def _copy_the_rest(self, original: Callable[..., Any]) -> None:
         """Copy to the model only its 8-bit parameters: buckets copied the others before they were offloaded again."""
         if has_quantized_params(self._optimizer):
-            quantize_params(self._optimizer, self.stepper)
+            quantized_params.quantize_params(self._optimizer, self.stepper)
 
     def _copy_one_by_one(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Copy the model's parameters to the main ones one at a time, which gives the same bits."""
@@ -301,10 +282,7 @@ def stepped_params(optimizer: Any) -> list[torch.Tensor]:
 
 
 def main_params_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the main parameters that are copies of the model's, in the order of their creation.
-
-    Raises a ``UsageError`` unless ``optimizer`` is a ``MegatronOptimizer``.
-    """
+    """Yield main parameters that are copies, in order of creation, or raise a ``UsageError`` for foreign optimizers."""
     if not isinstance(optimizer, MegatronOptimizer):
         raise UsageError(
             f"--swap-optimizer: {type(optimizer).__name__} is not an optimizer of Megatron, whose state alone can be "
@@ -320,10 +298,7 @@ def main_params_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
-    """Return whether ``inner`` may step slices of its parameters; otherwise it steps whole ones.
-
-    Raises a ``UsageError`` if its class is unknown, or if it steps whole parameters and state may go to disk.
-    """
+    """Return whether ``inner`` may step slices, or raise a ``UsageError``: unknown, or whole parameters with a disk."""
     scaled = scaled_state.scaled_names(inner)
     if type(inner).__name__ in ELEMENTWISE and not scaled:
         return True
@@ -354,10 +329,7 @@ def tables_of(inner: torch.optim.Optimizer) -> list[Table]:
 
 
 def copier_to_model(optimizer: Any) -> OnUpdated:
-    """Return a function that copies new values of a main parameter to the model's parameter.
-
-    ``optimizer`` is not chained. Raises a ``UsageError`` if its class is unknown.
-    """
+    """Return a function that copies new main values to the model, or raise a ``UsageError`` for an unknown class."""
     groups: Sequence[tuple[Any, Any]]  # main parameters, and those of the model
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
         groups = [(optimizer.fp32_from_float16_groups, optimizer.float16_groups)]
@@ -373,7 +345,7 @@ def copier_to_model(optimizer: Any) -> OnUpdated:
             f"--swap-optimizer knows Megatron's fp32, fp16, bf16 and distributed optimizers; this run has a "
             f"{type(optimizer).__name__}. Leave --swap-optimizer out."
         )
-    left_out = set(map(id, quantized_params(optimizer))) if has_quantized_params(optimizer) else ()
+    left_out = set(map(id, quantized_params.quantized_params(optimizer))) if has_quantized_params(optimizer) else ()
     of_main = {
         main: model
         for group in groups for mains, models in zip(*group, strict=True)

@@ -130,11 +130,7 @@ class OptimizerSwap:
         self._created[param] = self._transfers.offload_main_param(param) if is_chosen else None
 
     def attach(self, optimizer: Any) -> None:
-        """Adapt a complete ``MegatronOptimizer``, and offload its chosen state from now on.
-
-        Raises a ``UsageError`` if its class or its inner optimizer's is unknown, and a ``HostMemoryError`` or
-        ``DiskError`` if there is no room.
-        """
+        """Adapt a complete ``MegatronOptimizer``, or raise a ``UsageError`` for its class, or an error without room."""
         # A large parameter at the end leaves part of the fraction unused; smaller ones may still fit.
         for param, param_state in self._created.items():
             if param_state is None and self._selection.choose(param):
@@ -143,11 +139,7 @@ class OptimizerSwap:
             self._adapt(one)
 
     def take_over(self, optimizer: Any) -> None:
-        """Do as ``on_main_param_created`` and ``attach`` for an ``optimizer`` that exists, and may have been stepped.
-
-        Its state was on the device until now, all at once. Errors are as for ``attach``; the optimizer then has its
-        state again.
-        """
+        """Offload the state of an existing ``optimizer``. After an error, as of ``attach``, it has its state again."""
         try:
             for param in main_params_of(optimizer):
                 self.on_main_param_created(param)
@@ -163,7 +155,7 @@ class OptimizerSwap:
         self._transfers.synchronize()
         param_states = [*self._param_states(), *filter(None, self._created.values())]
         for adapted in self._adapted:
-            adapted.remove_all()
+            adapted.remove()
         self._adapted.clear()
         self._created.clear()
         for param_state in param_states:
@@ -218,11 +210,7 @@ class OptimizerSwap:
                 hidden_states.register_hook(lambda _: self._overlap.on_layer_backward_end())
 
     def step_ended(self, *, overlaps: bool, is_same_plan: bool) -> None:
-        """End a training step, whether the optimizer was stepped or not.
-
-        ``overlaps``: copies may overlap with the layers of the next step. ``is_same_plan``: these layers will use the
-        same memory as in this step.
-        """
+        """End a step. ``overlaps``: with the next step's layers. ``is_same_plan``: these will use as much memory."""
         self._num_forwards.clear()
         self._overlap.step_ended()
         if not is_same_plan:
@@ -230,10 +218,7 @@ class OptimizerSwap:
         self._overlap.is_enabled = overlaps
 
     def set_offload_fraction(self, fraction: float) -> None:
-        """Offload ``fraction`` of all state from now on, at most the first fraction. Call this between steps.
-
-        State on disk is the first to return to the device.
-        """
+        """Offload ``fraction`` of the state, at most the first one, between steps. State on disk returns first."""
         wanted = self._selection.choose_again(self._param_states(), fraction)
         for adapted in self._adapted:
             adapted.stepper.set_offloaded(wanted)
@@ -312,25 +297,22 @@ class OptimizerSwap:
     # --------------------------------------------------------------------- end
 
     def abandon(self) -> None:
-        """Remove the adapters after training has failed, without waiting: the device may be broken.
-
-        Methods that save stay replaced: a script that catches the error can still save, which materializes the state.
-        """
+        """Remove the adapters without waiting, after a failure. Methods that save stay: a script may still save."""
         for adapted in self._adapted:
-            adapted.remove_all_but_saving()
+            adapted.remove(lambda method: method.is_for_saving)
         self._remove_hooks()
 
     def close(self) -> None:
-        """Remove the adapters after training. State stays materialized, so that a last checkpoint can be saved.
-
-        Raises a ``DiskError`` if a write failed: the state on disk is incomplete, and the run ends.
-        """
+        """Remove the adapters. State stays materialized, to be saved. Raises a ``DiskError`` if a write failed."""
         try:
             for adapted in self._adapted:
                 adapted.stepper.materialize()
         finally:
             for adapted in self._adapted:
-                adapted.remove()
+                if adapted.stepper.state.offloaded:  # a checkpoint reads state in host memory by these methods
+                    adapted.remove(lambda method: method.reads_host)
+                else:
+                    adapted.remove()
             self._remove_hooks()
             self._device.synchronize()
             self._arena.close()

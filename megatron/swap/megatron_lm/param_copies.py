@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.swap.devices.free_memory import has_free
+from megatron.swap.devices.lasting_memory import has_free
 
 
 @contextmanager

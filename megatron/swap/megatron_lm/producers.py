@@ -22,11 +22,7 @@ LINEARS = ("linear_qkv", "linear_fc1")  # saved by attention and by the activati
 
 
 class Producers:
-    """Wraps kernels of a model's layers so that they record their outputs; ``remove`` unwraps them.
-
-    Kernels that are functions of a Megatron or TransformerEngine module are reached by patches instead
-    (``fused_activations``, ``te_normalization``, ``te_quantize``, ``rotary`` and ``te_qkv_layout`` in ``patches/``).
-    """
+    """Wraps kernels so that they record outputs; ``remove`` unwraps them. Kernels that are functions are patched."""
 
     def __init__(self, recomputer: Recomputer, kinds: Collection[str] = PRODUCERS) -> None:
         self._recomputer = recomputer
@@ -141,16 +137,11 @@ def record_copy(recomputer: Recomputer, given: Any, used: Any) -> None:
 
 
 def record_norm_of_linear(
-    recomputer: Recomputer,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
+    recomputer: Recomputer, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any],
     result: Any,
-) -> None:
-    """Record the norm output of TransformerEngine's norm-and-linear module: ``result`` is output and statistics.
-
-    It runs inside an autograd function, where gradients are always off, so ``is_grad_enabled`` is not checked.
-    """
+) -> None:  # fmt: skip
+    """Record the norm output of TransformerEngine's norm-and-linear module: ``result`` is output and statistics."""
+    # It runs inside an autograd function, where gradients are always off, so `is_grad_enabled` is not checked.
     output = lambda *given, **named: function(*given, **named)[0]  # noqa: E731
     if type(result[0]) is torch.Tensor:
         recomputer.record(NORM, output, arguments, options, result[0])

@@ -65,13 +65,9 @@ def private_copy(quantizer: Any) -> Any | None:
 
 
 def record_values(
-    recomputer: Recomputer,
-    producer: str,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-    quantized: Any,
-) -> None:
+    recomputer: Recomputer, producer: str, function: Callable[..., Any], arguments: tuple[Any, ...],
+    options: dict[str, Any], quantized: Any,
+) -> None:  # fmt: skip
     """Record the values of ``quantized``, which ``function`` returned; a quantizer is among the arguments."""
     given = (*arguments, *options.values())
     quantizers = [value for value in given if hasattr(value, "rowwise_usage") and hasattr(value, "quantize")]
@@ -88,25 +84,15 @@ def record_values(
 
 def _taking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that returns only the values ``name`` of the results of ``function``."""
-
-    def values(*arguments: Any, **options: Any) -> Any:
-        return getattr(function(*arguments, **options), name)
-
-    return values
+    return lambda *given, **named: getattr(function(*given, **named), name)
 
 
 def record_quantization(
-    recomputer: Recomputer,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
+    recomputer: Recomputer, function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any],
     quantized: Any,
-) -> None:
-    """Record the values that a quantizer made of a tensor, as the kind of the tensor's producer.
-
-    It runs inside autograd functions, where gradients are always off, so ``is_grad_enabled`` is not checked.
-    ``function`` is the method that quantizes, called with the quantizer, the tensor and options.
-    """
+) -> None:  # fmt: skip
+    """Record the values that ``function(quantizer, tensor)`` made, as the kind of the tensor's producer."""
+    # It runs inside autograd functions, where gradients are always off, so `is_grad_enabled` is not checked.
     if not recomputer.is_recording or len(arguments) != 2 or options.get("out") is not None:
         return  # a cached weight is updated in place
     producer = recomputer.producer_of(arguments[1].untyped_storage()) or QUANTIZED

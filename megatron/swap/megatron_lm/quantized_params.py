@@ -14,6 +14,7 @@ import torch
 from megatron.core.fp8_utils import quantize_param_shard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.swap.optimizer.param_state import batches
 from megatron.swap.optimizer.stepper import OptimizerStepper
 
 # Main parameters that are quantized at a time, other ranks' shards included. A single parameter may be larger.
@@ -57,15 +58,6 @@ def quantize_params(optimizer: DistributedOptimizer, stepper: OptimizerStepper) 
 
 
 def _batches(optimizer: DistributedOptimizer) -> Iterator[list[tuple[torch.Tensor, torch.Tensor | None, int | None]]]:
-    """Yield parameters, this rank's shards of their main parameters, and the shards' offsets."""
-    batch: list[Any] = []
-    batch_bytes = 0
-    for model, main, offset in zip(*optimizer._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
-        num_bytes = model.numel() * torch.float32.itemsize
-        if batch and batch_bytes + num_bytes > BATCH_BYTES:
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append((model, main, offset))
-        batch_bytes += num_bytes
-    if batch:
-        yield batch
+    """Return parameters, this rank's shards of their main parameters, and the shards' offsets."""
+    rows = zip(*optimizer._get_fp8_params_and_shard_fp32_from_fp8(), strict=True)
+    return batches(rows, lambda row: row[0].numel() * torch.float32.itemsize, BATCH_BYTES)

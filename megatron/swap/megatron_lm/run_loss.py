@@ -17,11 +17,7 @@ WORTH = 0.01  # fraction of the budget from which on the savings of --swap-loss-
 
 
 class RunLoss:
-    """Runs a model's loss in chunks if the settings say so.
-
-    ``describe`` returns the shape of the model, ``has_sum`` whether several chunks hold a sum (``loss_bytes``). Both
-    are called in the first forward or later.
-    """
+    """Runs a loss in chunks if asked to. ``describe`` and ``has_sum`` are called in the first forward or later."""
 
     def __init__(self, settings: Settings, describe: Callable[[], Model], has_sum: Callable[[], bool]) -> None:
         self._settings = settings

@@ -33,20 +33,10 @@ class SharedPatches:
         return [model for reference in self._models if (model := reference()) is not None]
 
     def add(
-        self,
-        model: ModelEvents,
-        facts: MegatronFacts,
-        settings: Settings,
-        kinds: Collection[str],
-        *,
+        self, model: ModelEvents, facts: MegatronFacts, settings: Settings, kinds: Collection[str], *,
         patches_full: bool,
-    ) -> AppliedPatches:
-        """Apply the patches that ``model`` needs and no other model has applied. Return them.
-
-        Their ``left_out`` are the optional ones that ``model`` goes without. Arguments are as for ``patches_of_model``.
-        Raises a ``PatchError`` if this Megatron lacks a needed symbol, or if a run of Megatron's trainer has it
-        patched.
-        """
+    ) -> AppliedPatches:  # fmt: skip
+        """Apply patches that ``model`` needs and no other has applied, or raise a ``PatchError``. Return them."""
         patches = patches_of_model(facts, settings, kinds, self, patches_full=patches_full)
         there = {symbol for applied in self._applied for symbol in applied.symbols}
         applied = registry.apply(

@@ -46,10 +46,7 @@ class DiskRoom:
     num_bytes: int
 
     def view(self) -> torch.Tensor:
-        """Map the bytes as a uint8 tensor. The kernel reads them at the first access, and writes changes back.
-
-        While a tensor on the mapping lives, ``DiskFile`` must not read or write these bytes.
-        """
+        """Map the bytes as uint8. While such a tensor lives, ``DiskFile`` must not read or write these bytes."""
         with torch.inference_mode(False):
             return torch.frombuffer(self.file.mapping(), dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
 
@@ -122,10 +119,7 @@ def _unusable(folder: str | Path, error: OSError) -> UsageError:
 
 
 class DiskFile:
-    """A nameless file on the disk of ``folder``. It hands out room, and reads and writes with threads of its own.
-
-    Raises a ``UsageError`` if no file can be created in ``folder``.
-    """
+    """A nameless file on the disk of ``folder``, with threads of its own, or a ``UsageError`` if it cannot be made."""
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
         self._folder = folder
@@ -178,11 +172,9 @@ class DiskFile:
         return mapping
 
     def read(self, room: DiskRoom, start: int, target: torch.Tensor) -> list[Future[None]]:
-        """Fill ``target`` from byte ``start`` of ``room`` on. Return a future a chunk, which may raise ``DiskError``.
+        """Fill ``target`` (uint8, whole blocks in whole pages) from byte ``start`` of ``room``, where a block begins.
 
-        Args:
-            target: uint8, whole blocks, from the start of a page on. The caller keeps it until all futures are done.
-            start: a multiple of ``BLOCK_BYTES``.
+        Return a future a chunk, which may raise ``DiskError``. The caller keeps ``target`` until all are done.
         """
         return [
             self._readers.submit(self._move, True, chunk, room.offset + start + at) for at, chunk in _chunks(target)
@@ -200,21 +192,18 @@ class DiskFile:
         return [self._writers.submit(write, chunk, room.offset + start + at) for at, chunk in _chunks(source)]
 
     def _move(self, is_read: bool, memory: memoryview, offset: int) -> None:
-        with self.traffic.count(len(memory)):
-            self._move_all(is_read, memory, offset)
-
-    def _move_all(self, is_read: bool, memory: memoryview, offset: int) -> None:
+        call, what = (os.preadv, "reading") if is_read else (os.pwritev, "writing")
         done = 0  # a call may move fewer bytes than asked for
-        while done < len(memory):
-            call = os.preadv if is_read else os.pwritev
-            try:
-                moved = call(self._direct, [memory[done:]], offset + done)
-            except OSError as error:
-                raise self._failed(error, "reading" if is_read else "writing") from error
-            moved -= moved % BLOCK_BYTES if self.is_direct else 0  # a block moved in part is repeated
-            if moved <= 0:
-                raise self._failed(OSError(errno.EIO, os.strerror(errno.EIO)), "reading" if is_read else "writing")
-            done += moved
+        with self.traffic.count(len(memory)):
+            while done < len(memory):
+                try:
+                    moved = call(self._direct, [memory[done:]], offset + done)
+                except OSError as error:
+                    raise self._failed(error, what) from error
+                moved -= moved % BLOCK_BYTES if self.is_direct else 0  # a block moved in part is repeated
+                if moved <= 0:
+                    raise self._failed(OSError(errno.EIO, os.strerror(errno.EIO)), what)
+                done += moved
 
     def _failed(self, error: OSError, what: str) -> DiskError:
         with suppress(OSError):

@@ -9,25 +9,13 @@ import torch
 
 from megatron.swap.common.rounding import ceil_div, round_up
 from megatron.swap.common.types import MIB, format_bytes
-from megatron.swap.memory.host_memory import (
-    PAGE_BYTES,
-    HostMemoryError,
-    HostRegion,
-    PinStrategy,
-    gpu_numa_node,
-    prepare_regions,
-)
+from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError, HostRegion, prepare_regions
 
 MIN_PIECES_PER_REGION = 64  # that a shared mapping holds at least; a larger piece gets a mapping of its own
 
 
 class HostArena:
-    """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece: each piece is one tensor.
-
-    Args:
-        pinned: register the memory with CUDA for the current device, and place it near that device.
-        region_bytes: size of a mapping that small pieces share.
-    """
+    """Memory for optimizer state in whole pieces, each a tensor; small ones share mappings of ``region_bytes``."""
 
     def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
         self.limit_bytes = limit_bytes
@@ -35,8 +23,6 @@ class HostArena:
         self._region_bytes = region_bytes
         self._large_bytes = region_bytes // MIN_PIECES_PER_REGION
         self._device = torch.cuda.current_device() if pinned else None
-        self._numa_node = gpu_numa_node(self._device) if self._device is not None else None
-        self._strategy = PinStrategy(touch="pages" if pinned else "none")
         self._regions: list[HostRegion] = []
         self._free: torch.Tensor | None = None
 
@@ -45,10 +31,7 @@ class HostArena:
         return self.take_all([num_bytes])[0]
 
     def take_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return uint8 tensors of these sizes, each from the start of a page on. Faster than a call for each.
-
-        Raises a ``HostMemoryError``, and takes nothing, if the limit or the machine does not allow all of them.
-        """
+        """Return uint8 tensors of these sizes, from pages' starts, or raise a ``HostMemoryError`` and take none."""
         if not self._fit(sizes):
             raise HostMemoryError(
                 f"offloaded optimizer state needs {format_bytes(sum(map(_paged, sizes)))} more of host memory: "
@@ -103,7 +86,7 @@ class HostArena:
         return taken
 
     def _reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        regions, _ = prepare_regions(sizes, strategy=self._strategy, device=self._device, numa_node=self._numa_node)
+        regions, _ = prepare_regions(sizes, device=self._device)
         self._regions += regions
         self.reserved_bytes += sum(sizes)
         return [region.tensor for region in regions]

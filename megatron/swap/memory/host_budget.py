@@ -22,11 +22,9 @@ class HostMemoryBudget:
 
     def reserve(self, name: str, num_bytes: int = 0) -> Reservation:
         """Reserve ``num_bytes`` under a new ``name``, which appears in error messages. Raises as ``resize``."""
-        with self._lock:
-            if name in self._reserved:
-                raise ValueError(f"{name} has a reservation of {format_bytes(self._reserved[name])} already: resize it")
-            self._set(name, num_bytes)
-        return Reservation(self, name)
+        reservation = Reservation(self, name)
+        reservation.resize(num_bytes)
+        return reservation
 
     @property
     def unreserved_bytes(self) -> int:

@@ -15,16 +15,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_down
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
 from megatron.swap.memory.mapping import Mapping, release_dropped
 from megatron.swap.native.cuda_library import clear_cuda_error
 
 PAGE_BYTES = 4096
+TOUCH_BYTES = 64 * MIB  # touched by one thread at a time
+REGISTER_THREADS = 4  # that register touched regions with CUDA
 
 
 class HostMemoryError(SwapError):
@@ -64,8 +67,6 @@ def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCap
     Every rank must call this before any rank reserves memory: reserved memory counts as unavailable. ``root`` replaces
     "/" in tests. Raises a ``HostMemoryError`` if /proc/meminfo cannot be read.
     """
-    if local_world_size < 1:
-        raise ValueError(f"local_world_size must be at least 1, got {local_world_size}")
     total_bytes, available_bytes = _physical_memory(root)
     reason = f"{format_bytes(total_bytes)} of memory, {format_bytes(available_bytes)} available"
     usable_bytes = total_bytes
@@ -91,8 +92,7 @@ def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCap
 
 
 def memory_gib_of(device: torch.device, emulated_gib: float | None = None) -> float:
-    """Return the memory of a GPU in GiB. For the CPU, the host memory that this process may use: at most
-    ``emulated_gib``."""
+    """Return the memory of a GPU in GiB; of the CPU, what this process may use, at most ``emulated_gib``."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / GIB
     host = safe_host_bytes(1)
@@ -109,11 +109,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: bool) -> None:
-    """Raise a ``HostMemoryError`` if one rank's request exceeds its equal part of the available memory.
-
-    Args:
-        unchecked: accept every positive request, for machines whose reported memory starts small and grows on demand.
-    """
+    """Raise a ``HostMemoryError`` if a request exceeds a rank's equal part of the memory, unless ``unchecked``."""
     if requested_bytes <= 0:
         raise UsageError(f"--swap-host-gib must be greater than 0, got {requested_bytes / GIB:g}")
     # The headroom is for the default only: a user who gives a number may use the headroom too.
@@ -144,10 +140,7 @@ def _physical_memory(root: Path) -> tuple[int, int]:
 
 
 def _cgroup_limits(root: Path, cache: Sequence[str] = ("inactive_file",)) -> list[tuple[int, int]]:
-    """Return (limit, bytes left) of every cgroup with a memory limit between this process and the root.
-
-    Page cache of the kinds ``cache`` counts as left.
-    """
+    """Return (limit, bytes left) of this process's cgroups. Page cache of the kinds ``cache`` counts as left."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -194,19 +187,6 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class PinStrategy:
-    """The method that makes fresh memory ready."""
-
-    # "pages" writes one byte a page. "populate" asks the kernel (MADV_POPULATE_WRITE, Linux 5.14), else as "pages".
-    # "memset" writes every byte. "none" leaves pages to registration or first use.
-    touch: Literal["pages", "populate", "memset", "none"] = "pages"
-    touch_threads: int | None = None  # None for min(16, usable cores)
-    register_threads: int = 4  # threads that register touched regions with CUDA
-    huge_pages: bool = True  # ask for transparent huge pages
-    chunk_bytes: int = 64 * MIB  # touched by one thread at a time
-
-
-@dataclass(frozen=True)
 class PrepareTimes:
     """The seconds that ``prepare_regions`` took."""
 
@@ -216,12 +196,9 @@ class PrepareTimes:
 
 
 class HostRegion:
-    """One private anonymous mapping, registered with CUDA as a whole: any range of it can be one copy.
+    """A mapping registered with CUDA as a whole, so that any range of it can be one copy, while tensors on it live."""
 
-    The mapping is unregistered and unmapped when the region, ``tensor`` and all its views are gone.
-    """
-
-    def __init__(self, nbytes: int, *, huge_pages: bool, numa_node: int | None) -> None:
+    def __init__(self, nbytes: int, *, numa_node: int | None = None) -> None:
         self._mapping = Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
             self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)  # all bytes
@@ -232,19 +209,13 @@ class HostRegion:
         # loader worker would copy the pool. A child reads zeros instead and needs no more.
         if libc.madvise(self.address, nbytes, _MADV_WIPEONFORK) != 0:
             libc.madvise(self.address, nbytes, mmap.MADV_DONTFORK)
-        if huge_pages:  # best effort: fewer faults, faster registration
-            libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)
+        libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)  # best effort: fewer faults, faster registration
         # The first touch places a page, so the node is set before any touch.
         self.near_node = numa_node is not None and _prefer_node(self.address, nbytes, numa_node)
 
-    def touch(self, offset: int, nbytes: int, how: str) -> float:
-        """Make [offset, offset + nbytes) resident as ``PinStrategy.touch`` says. Return the time at the end."""
-        if how == "populate" and _libc().madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE) != 0:
-            how = "pages"
-        if how == "pages":
-            self.tensor[offset : offset + nbytes : PAGE_BYTES].fill_(0)
-        elif how == "memset":
-            ctypes.memset(self.address + offset, 0, nbytes)
+    def touch(self, start: int, end: int) -> float:
+        """Make the bytes from ``start`` to ``end`` resident. Return the time at the end."""
+        self.tensor[start:end:PAGE_BYTES].fill_(0)
         return time.perf_counter()
 
     def register(self, device: int) -> None:
@@ -265,35 +236,34 @@ class HostRegion:
         self._mapping.unregister()
 
 
-def prepare_regions(
-    sizes: Sequence[int], *, strategy: PinStrategy, device: int | None, numa_node: int | None
-) -> tuple[list[HostRegion], PrepareTimes]:
-    """Map, touch and register regions of the given sizes in bytes, or raise a ``HostMemoryError`` and leave none.
+def prepare_regions(sizes: Sequence[int], *, device: int | None) -> tuple[list[HostRegion], PrepareTimes]:
+    """Map regions of the given sizes in bytes, or raise a ``HostMemoryError`` and leave none.
 
-    Args:
-        device: index of the CUDA device to register for; ``None`` to register nothing.
-        numa_node: the preferred place of the pages; ``None`` if any node will do.
+    They are placed near CUDA ``device``, touched and registered; without it, pages are left to their first use.
     """
-    start = time.perf_counter()
+    start, numa_node = time.perf_counter(), None
     if device is not None:
+        numa_node = gpu_numa_node(device)
         release_dropped(device)  # CUDA refuses to map where a dropped mapping is registered
     # Touching scales with threads, and registering far less. So both run at once: touching threads take the regions in
     # order, and registering threads follow one region behind.
-    touch_threads = strategy.touch_threads or min(16, len(os.sched_getaffinity(0)))
-    touchers = ThreadPoolExecutor(touch_threads, "swap-touch")
-    registrars = ThreadPoolExecutor(strategy.register_threads, "swap-register")
+    touchers = ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0))), "swap-touch")
+    registrars = ThreadPoolExecutor(REGISTER_THREADS, "swap-register")
     regions: list[HostRegion] = []
     try:
         # All mappings before any touch: mmap and madvise need the address space's lock alone, page faults share it.
         for nbytes in sizes:
-            regions.append(HostRegion(nbytes, huge_pages=strategy.huge_pages, numa_node=numa_node))
+            regions.append(HostRegion(nbytes, numa_node=numa_node))
+        if numa_node is not None and not all(region.near_node for region in regions):
+            logger.debug("pages cannot be placed on NUMA node %d: the system refuses", numa_node)
         ready = []
         for region in regions:
-            touches = []
-            if strategy.touch != "none":
-                for offset in range(0, region.nbytes, strategy.chunk_bytes):
-                    nbytes = min(strategy.chunk_bytes, region.nbytes - offset)
-                    touches.append(touchers.submit(region.touch, offset, nbytes, strategy.touch))
+            if device is None:
+                break
+            touches = [
+                touchers.submit(region.touch, start, min(start + TOUCH_BYTES, region.nbytes))
+                for start in range(0, region.nbytes, TOUCH_BYTES)
+            ]
             ready.append(registrars.submit(_register_after, region, touches, device))
         finished = [future.result() for future in ready]  # waits for all threads, and raises their first error
     except BaseException as error:
@@ -314,17 +284,16 @@ def prepare_regions(
     return regions, times
 
 
-def _register_after(region: HostRegion, touches: list[Future[float]], device: int | None) -> tuple[float, float]:
+def _register_after(region: HostRegion, touches: list[Future[float]], device: int) -> tuple[float, float]:
     """Register ``region`` once it is touched. Return the time of the last touch and the seconds of registering."""
-    touched_at = max((touch.result() for touch in touches), default=0.0)
+    touched_at = max(touch.result() for touch in touches)
     start = time.perf_counter()
-    if device is not None:
-        region.register(device)
+    region.register(device)
     return touched_at, time.perf_counter() - start
 
 
 def gpu_numa_node(device: int) -> int | None:
-    """Return the NUMA node of CUDA device number ``device``; ``None`` if the system does not say."""
+    """Return the NUMA node of CUDA device number ``device``, or None if the system does not say."""
     properties: Any = torch.cuda.get_device_properties(device)
     pci_id = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     return pci_numa_node(pci_id)
@@ -337,7 +306,6 @@ def pci_numa_node(pci_id: str, *, root: Path = Path("/")) -> int | None:
 
 
 _MADV_WIPEONFORK = 18
-_MADV_POPULATE_WRITE = 23
 _MPOL_PREFERRED = 1
 _CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every context of the process, not only the registering context
 _MBIND_SYSCALL = {"x86_64": 237, "aarch64": 235}

@@ -14,19 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.swap.common.log import logger
 from megatron.swap.common.rounding import round_down, round_up
 from megatron.swap.common.types import MIB, SwapError, format_bytes
 from megatron.swap.memory.host_budget import HostMemoryBudget
-from megatron.swap.memory.host_memory import (
-    PAGE_BYTES,
-    HostMemoryError,
-    HostRegion,
-    PinStrategy,
-    PrepareTimes,
-    gpu_numa_node,
-    prepare_regions,
-)
+from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError, HostRegion, PrepareTimes, prepare_regions
 
 # An extent of 1 MiB copies at 86 % of the link's full speed, one of 4 MiB at 96 % (H200, PCIe 5).
 MIN_SPLIT_BYTES = 4 * MIB
@@ -85,11 +76,7 @@ class Lease:
         return self._pool._views(self.extents, self.nbytes)
 
     def free(self, fence: int = 0) -> None:
-        """Return the memory to the pool, once. Any thread and any finalizer may call this at any moment.
-
-        Args:
-            fence: number of the last copy that may still read the memory; 0 if there is none.
-        """
+        """Return the memory, once, on any thread at any moment. ``fence``: the last copy that may read it, or 0."""
         try:
             self._live.pop()
         except IndexError:
@@ -110,49 +97,21 @@ class HostPool:
 
     Args:
         limit: the most bytes to reserve. A budget's limit is its unreserved bytes when the pool grows.
-        pinned: register the slabs with CUDA, and place them near the device.
+        pinned: register the slabs with CUDA ``device``, by default the current one, and place them near it.
         slab_bytes: whole pages. The last slab before the limit may be smaller.
-        device: index of the CUDA device; the current device by default.
-        numa_node: NUMA node of the slabs; the device's by default.
-        strategy: method that makes fresh memory ready.
-        poison: fill memory that is not leased with 0xFF bytes, which are NaN in every floating type. A copy that runs
-            too late or too early then yields NaN. Whole slabs become resident.
-        available_bytes: returns the host memory available now, which the pool does not exceed. ``None`` if only
-            ``limit`` counts.
+        poison: fill memory that is not leased with 0xFF bytes: NaN, so that a copy too late or too early shows.
+        available_bytes: returns the host memory available now, which the pool does not exceed.
     """
 
     def __init__(
-        self,
-        *,
-        limit: int | HostMemoryBudget,
-        pinned: bool,
-        slab_bytes: int = 1 << 30,
-        device: int | None = None,
-        numa_node: int | None = None,
-        strategy: PinStrategy | None = None,
-        poison: bool = False,
-        available_bytes: Callable[[], int] | None = None,
-    ) -> None:
-        if slab_bytes <= 0 or slab_bytes % PAGE_BYTES:
-            raise ValueError(f"slab_bytes must be a positive multiple of {PAGE_BYTES}, got {slab_bytes}")
-        if isinstance(limit, int):
-            if limit < PAGE_BYTES:
-                raise ValueError(f"limit must be at least one page ({PAGE_BYTES} bytes), got {limit}")
-            limit = HostMemoryBudget(limit)
-        self.budget = limit
-        if pinned and device is None:
-            device = torch.cuda.current_device()
-        if pinned and device is not None and numa_node is None:
-            numa_node = gpu_numa_node(device)
-            if numa_node is None:
-                logger.debug("NUMA node of CUDA device %d unknown: host memory is not placed near it", device)
+        self, *, limit: int | HostMemoryBudget, pinned: bool, slab_bytes: int = 1 << 30, device: int | None = None,
+        poison: bool = False, available_bytes: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
+        self.budget = HostMemoryBudget(limit) if isinstance(limit, int) else limit
+        self._device = None if not pinned else torch.cuda.current_device() if device is None else device
         self.slab_bytes = slab_bytes
         self.pinned = pinned
         self.last_growth: PrepareTimes | None = None  # of the latest growth; None before the first
-        self._device = device if pinned else None
-        self._numa_node = numa_node
-        # Pageable slabs are touched at first use: a run may use only a few pages of a slab.
-        self._strategy = strategy or PinStrategy(touch="pages" if pinned else "none")
         self._poison = poison
         self._available_bytes = available_bytes
         self._lock = threading.Lock()  # of all below but `_freed`; no finalizer takes it
@@ -179,12 +138,7 @@ class HostPool:
                 self._grow(nbytes - self._reserved_bytes, f"a reservation of {format_bytes(nbytes)}")
 
     def lease(self, nbytes: int) -> Lease:
-        """Lease ``nbytes``, in one extent if a free block is large enough.
-
-        Raises a ``HostMemoryError``, and changes nothing, if the limit or the machine does not let the pool grow.
-        """
-        if nbytes < 1:
-            raise ValueError(f"a lease needs at least 1 byte, got {nbytes}")
+        """Lease ``nbytes``, in one extent if possible, or raise a ``HostMemoryError`` if the pool cannot grow."""
         paged_bytes = round_up(nbytes, PAGE_BYTES)
         with self._lock:
             self._check_open()
@@ -216,10 +170,7 @@ class HostPool:
             )
 
     def close(self, *, force: bool = False) -> None:
-        """Unregister and release all memory. Every copy must be over. A second call does nothing.
-
-        Raises a ``LeaseError`` if leases are not freed, unless ``force``: then their views become pageable memory.
-        """
+        """Release all memory: no copy may be under way. Raises a ``LeaseError`` for leases, unless ``force``."""
         with self._lock:
             if self._closed:
                 return
@@ -304,12 +255,8 @@ class HostPool:
                 "Raise --swap-host-gib or swap fewer layers (--swap-layers)."
             )
         sizes = self._slab_sizes(short_bytes, room_bytes, purpose)
-        regions, self.last_growth = prepare_regions(
-            sizes, strategy=self._strategy, device=self._device, numa_node=self._numa_node
-        )
-        if self._numa_node is not None and not all(region.near_node for region in regions):
-            logger.debug("pages cannot be placed on NUMA node %d: the system refuses", self._numa_node)
-            self._numa_node = None  # so that the log has this line once
+        # Pageable slabs are touched at first use: a run may use only a few pages of a slab.
+        regions, self.last_growth = prepare_regions(sizes, device=self._device)
         for region in regions:
             self._slabs.append(region)
             self._reserved_bytes += region.nbytes

@@ -54,10 +54,7 @@ class Fetched:
         return all(read.done() for read in self._reads)
 
     def arrived(self, device: Device, stream: Stream) -> list[torch.Tensor]:
-        """Wait for the reads, let ``stream`` wait for copies from the device to the buffers, and return the chunks.
-
-        Raises a ``DiskError`` if a read failed.
-        """
+        """Wait for the reads, let ``stream`` wait for the buffers, and return chunks, or raise a ``DiskError``."""
         for read in self._reads:
             read.result()  # the calling thread waits for the disk
         for buffer in self._buffers:
@@ -72,12 +69,10 @@ class Fetched:
 
 
 class Staging:
-    """All buffers of one user of a disk. Not thread-safe.
+    """All buffers of one user of ``disk``. Not thread-safe.
 
-    Args:
-        disk: holds the spans.
-        take: allocates that many bytes of pinned host memory in whole pages. The buffers keep the memory.
-        buffer_bytes: most bytes of one ``fetch`` or ``stage``, in whole blocks.
+    ``take`` allocates pinned host memory in whole pages, which the buffers keep: for ``buffer_bytes`` in whole blocks,
+    the most of one ``fetch`` or ``stage``.
     """
 
     def __init__(self, disk: DiskFile, take: Callable[[int], torch.Tensor], buffer_bytes: int) -> None:
@@ -147,10 +142,7 @@ class Staging:
         of_room[:] = [one for one in of_room if not all(write.done() and write.exception() is None for write in one[2])]
 
     def synchronize(self) -> None:
-        """Wait for every write. Later reads are from disk, so the caller may change the bytes on disk before them.
-
-        Raises a ``DiskError`` if a write failed, and again at each later call.
-        """
+        """Wait for every write, so that later reads are from disk. Raises a ``DiskError`` if one has failed."""
         writes = [write for spans in self._writes.values() for _, _, of_span in spans for write in of_span]
         wait(writes)  # for all of them, even if one has failed
         for write in writes:

@@ -23,11 +23,7 @@ def is_megatrons(model: nn.Module | Iterable[nn.Module]) -> bool:
 
 
 def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the layers of ``model``, or the passed layers, each once.
-
-    Raises:
-        UsageError: there are none, or boundaries cannot be put around them.
-    """
+    """Return the layers of ``model``, or those passed, each once, or raise a ``UsageError`` if that cannot be."""
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise UsageError(
             "nn.DataParallel runs copies of the layers on other GPUs, which have no boundaries. Use "
@@ -84,11 +80,7 @@ def devices_of(modules: Iterable[nn.Module]) -> set[torch.device]:
 
 
 def device_of(layers: list[nn.Module]) -> torch.device:
-    """Return the device that all layers are on.
-
-    Raises:
-        UsageError: on several devices, on none, or on one that is neither the CPU nor CUDA.
-    """
+    """Return the device that all layers are on. Raises a ``UsageError`` unless it is one, the CPU or CUDA."""
     found = devices_of(layers)
     if len(found) != 1 or next(iter(found)).type not in ("cpu", "cuda"):
         names = ", ".join(sorted(map(str, found))) or "no device: none has parameters"

@@ -22,45 +22,28 @@ from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_memory import HostCapacity
 from megatron.swap.models.plannable import take_over
 
-Errors = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which errors are in the caller's words."""
+Errors = Callable[[], AbstractContextManager[None]]  # makes a context in which errors are in the caller's words
 Undo = Callable[[], None]
 
 
 class ModelHints:
-    """Facts about a model with ``layers``, and the changes that a run makes to the model.
+    """Facts about a model with ``layers``, each once in the order of forward, and the changes that a run makes to it.
 
-    Args:
-        model: the whole model; ``None``: it is not known, so nothing is planned and steps are not counted.
-        layers: its layers, each once, in the order of forward.
-        autocast_cache: as in ``LayerSpec``.
-
-    Attributes:
-        chunks: modules whose forwards the run follows.
-        recomputes_layers: whole layers may be recomputed.
-        timeout_minutes: how long a rank waits for the others; ``None``: torch's default.
-        remedy: advice if the model alone exceeds the budget.
-        capacity: the host's memory without what the model takes of it; ``None``: the model takes none.
-        needs: what the model needs beside what there is, in words; ``None``: it is not known.
-        tells_details: a run prints its settings, and each tensor that should be recomputed and is not.
-        waits_between_steps: training waits for each backward between two steps anyway.
+    Without ``model``, the whole model, nothing is planned and steps are not counted. ``autocast_cache`` is as in
+    ``LayerSpec``.
     """
 
-    recomputes_layers = True
-    timeout_minutes: float | None = None
+    recomputes_layers = True  # whole layers may be recomputed
+    timeout_minutes: float | None = None  # how long a rank waits for the others; None for torch's default
+    # Advice if the model alone exceeds the budget.
     remedy = "Raise the budget, or train with a smaller optimizer state or on more GPUs."
-    capacity: HostCapacity | None = None
-    needs: str | None = None
-    tells_details = False
-    waits_between_steps = False
+    capacity: HostCapacity | None = None  # the host's memory without the model's part; None if the model takes none
+    needs: str | None = None  # what the model needs beside what there is, in words; None if it is not known
+    tells_details = False  # a run prints its settings, and each tensor that should be recomputed and is not
+    waits_between_steps = False  # training waits for each backward between two steps anyway
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        layers: Sequence[nn.Module],
-        *,
-        autocast_cache: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module | None, layers: Sequence[nn.Module], *, autocast_cache: bool = True) -> None:
+        # Modules whose forwards the run follows.
         self.chunks: list[nn.Module] = [] if model is None else [model]
         self._layers = tuple(layers)
         self._num_layers = len(self._layers)  # when the run is over, too
@@ -100,23 +83,13 @@ class ModelHints:
         self, settings: Settings, device: Device, num_micro_batches: Callable[[], int], host_bytes: int,
         disk: DiskFile | None,
     ) -> Any:  # fmt: skip
-        """Return the framework's object that offloads optimizer state.
-
-        Args:
-            num_micro_batches: returns those of the current step.
-            host_bytes: most host memory for state.
-            disk: holds state that does not fit into host memory.
-        """
+        """Return the object that offloads optimizer state, ``host_bytes`` at most, and the rest to ``disk``."""
         raise NotImplementedError  # refused before: only Megatron's optimizers are adapted
 
     # ------------------------------------------------------------------- when the model is there
 
     def prepare(self, chunks: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[list[Undo], str | None]]:
-        """Change the model as swapping needs it. Yield how to undo each change, and a line that tells of it.
-
-        Raises:
-            UsageError: the model cannot be swapped with these settings.
-        """
+        """Change the model, or raise a ``UsageError``. Yield how to undo each change, and a line that tells of it."""
         for chunk in chunks if settings.auto else ():
             yield from take_over(chunk)
 
@@ -124,12 +97,7 @@ class ModelHints:
         self, engine: Engine, policy: Policy, settings: Settings, errors: Errors, is_measuring: Callable[[], bool],
         has_room: Callable[[int], bool],
     ) -> Layers:  # fmt: skip
-        """Return the layers with their boundaries. Layers that are known by chunk get them in ``Layers.add``.
-
-        Args:
-            is_measuring: whether steps are measured now.
-            has_room: whether the host has room for this many bytes more.
-        """
+        """Return the layers; those known by chunk get boundaries in ``Layers.add``. Functions as for ``AlikeRuns``."""
         if settings.auto:
             self._learned = LearnedLayers(
                 self.layers, engine.saved_tensors, policy, is_measuring, has_room,
@@ -155,20 +123,12 @@ class ModelHints:
         return 0
 
     def first_forward(self, arguments: Sequence[Any], options: Mapping[str, Any], settings: Settings) -> None:
-        """Note the arguments of the first forward with gradients.
-
-        Raises:
-            UsageError: they show that the plan is another model's.
-        """
+        """Note the first forward's arguments, or raise a ``UsageError`` if the plan is another model's."""
 
     # ------------------------------------------------------------------- between steps
 
     def step_line(self, budget_gib: float | None) -> str | None:
-        """Return a line to print behind a step, once.
-
-        Args:
-            budget_gib: the planner's; ``None``: no planner decides.
-        """
+        """Return a line to print behind a step, once. ``budget_gib`` is the planner's, or None without a planner."""
         return None
 
     def explained(self, error: Infeasible, budget_gib: float) -> Infeasible:

@@ -13,11 +13,7 @@ from megatron.swap.params.stacks import is_compiled
 
 
 def refuse_unplannable(model: Any) -> None:
-    """Refuse a model that cannot be planned.
-
-    Raises:
-        UsageError: says why, and what to do.
-    """
+    """Raise a ``UsageError`` for a model that cannot be planned; it says why, and what to do."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             "memory_gib and memory_fraction plan a whole model, and a list of layers was given. Pass the model, whose "

@@ -11,7 +11,11 @@ from megatron.swap.native.build import load
 
 
 class StorageAccess:
-    """Refuses and allows access to storages. Without the C++ part a read of an empty storage gets a null pointer."""
+    """Refuses and allows access to storages. Without the C++ part a read of an empty storage gets a null pointer.
+
+    To release the bytes: ``resize_(0)``, refuse. To restore them: allow, ``resize_(n)``, copy. torch itself refuses a
+    *new* view of an emptied storage, with another message.
+    """
 
     def __init__(self) -> None:
         self._native = load()
@@ -38,12 +42,7 @@ class StorageAccess:
         self._refused.discard(address)
 
     def on_use(self, key: int, reload: Callable[[int], bool]) -> Callable[[], None]:
-        """Let C++ operators that declare their storages (``operator.h``) reload them first. Return the undo function.
-
-        Args:
-            key: identifies the caller.
-            reload: gets the address of a ``StorageImpl``; reloads the storage and returns True if it is the caller's.
-        """
+        """Let C++ operators call ``reload`` with addresses, which returns if it was its own. Return an undo."""
         if self._native is None:
             return lambda: None
         self._native.add_reload(key, reload)

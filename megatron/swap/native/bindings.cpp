@@ -82,8 +82,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
              CudaRuntime cuda;
              if (!cuda_library.is_none()) cuda = CudaRuntime::from_library(cuda_library.cast<std::string>());
              return std::make_unique<TransferQueue>(std::move(name), num_in_flight, cuda);
-           }),
-           py::arg("name"), py::arg("num_in_flight"), py::arg("cuda_library"))
+           }))
       .def("start", &TransferQueue::start, Unlocked())
       .def("is_started", &TransferQueue::is_started, Unlocked())
       .def("add",
@@ -108,15 +107,12 @@ PYBIND11_MODULE(megatron_swap_native, module) {
       .def("abandon", &TransferQueue::abandon, Unlocked())
       .def("num_waiting", &TransferQueue::num_waiting, Unlocked());
 
-  module.def("refuse", [](std::uintptr_t address, std::string message) { refuse(storage(address), std::move(message)); },
-             py::arg("storage_impl"), py::arg("message"));
-  module.def("allow", [](std::uintptr_t address) { allow(storage(address)); }, py::arg("storage_impl"));
+  module.def("refuse", [](std::uintptr_t address, std::string message) { refuse(storage(address), std::move(message)); });
+  module.def("allow", [](std::uintptr_t address) { allow(storage(address)); });
 
   set_reload(reload);
-  module.def("add_reload", [](py::int_ key, py::function function) { reload_functions()[key] = function; },
-             py::arg("key"), py::arg("function"));
-  module.def("remove_reload", [](py::int_ key) { reload_functions().attr("pop")(key, py::none()); },
-             py::arg("key"));
+  module.def("add_reload", [](py::int_ key, py::function function) { reload_functions()[key] = function; });
+  module.def("remove_reload", [](py::int_ key) { reload_functions().attr("pop")(key, py::none()); });
   py::class_<Flag>(module, "Flag")
       .def(py::init<>())
       .def("raise_", &Flag::raise)
@@ -140,24 +136,21 @@ PYBIND11_MODULE(megatron_swap_native, module) {
   py::class_<Guard>(module, "Guard")
       .def(py::init([](std::size_t most_host_bytes) {
              return std::make_unique<Guard>(ram_machine(), kRam, most_host_bytes);
-           }),
-           py::arg("most_host_bytes"))
+           }))
       .def(py::init([](std::size_t most_host_bytes, const std::string& cuda_library, int device, std::uintptr_t stream,
                        std::uintptr_t done) {
              const auto cuda = CudaRuntime::from_library(cuda_library);
              return std::make_unique<Guard>(cuda_machine(cuda, pointer(stream), pointer(done)), device, most_host_bytes);
-           }),
-           py::arg("most_host_bytes"), py::arg("cuda_library"), py::arg("device"), py::arg("stream"), py::arg("done"))
+           }))
       .def("begin", &Guard::begin, Unlocked())
       .def("end", &Guard::end, Unlocked())
-      .def("pause_here", [](Guard&, bool pause) { pause_here(pause); }, py::arg("pause"))
+      .def("pause_here", [](Guard&, bool pause) { pause_here(pause); })
       .def("offer",
            [](Guard& guard, Key key, std::uintptr_t address, std::size_t num_bytes, std::size_t num_owners,
               std::int64_t next_use, bool is_copied, std::uintptr_t event, std::int64_t group) {
              guard.offer(key, {&storage(address), num_bytes, num_owners, next_use, is_copied, pointer(event), group});
            },
-           Unlocked(), py::arg("key"), py::arg("storage_impl"), py::arg("num_bytes"), py::arg("num_owners"), py::arg("next_use"),
-           py::arg("is_copied"), py::arg("event"), py::arg("group"))
+           Unlocked())
       .def("withdraw",
            [](Guard& guard, Key key) -> std::optional<Tuples> {
              const std::optional<Pieces> pieces = guard.withdraw(key);
@@ -168,18 +161,18 @@ PYBIND11_MODULE(megatron_swap_native, module) {
              }
              return tuples;
            },
-           Unlocked(), py::arg("key"))
+           Unlocked())
       .def("release",
            [](Guard& guard, const Tuples& tuples) {
              Pieces pieces;
              for (const auto& [address, size] : tuples) pieces.push_back({pointer(address), size});
              guard.release(pieces);
            },
-           Unlocked(), py::arg("pieces"))
+           Unlocked())
       .def("take_evicted", &Guard::take_evicted, Unlocked())
       .def("num_evictions", &Guard::num_evictions)
       .def("take_rescues", &Guard::take_rescues, Unlocked())
-      .def("set_most_host_bytes", &Guard::set_most_host_bytes, Unlocked(), py::arg("num_bytes"))
+      .def("set_most_host_bytes", &Guard::set_most_host_bytes, Unlocked())
       .def("mapped_bytes", &Guard::mapped_bytes, Unlocked())
       .def("pin", &Guard::pin, Unlocked())
       .def("report", &Guard::report, Unlocked());
@@ -187,10 +180,10 @@ PYBIND11_MODULE(megatron_swap_native, module) {
   module.def("make_room_address", [] { return reinterpret_cast<std::uintptr_t>(&make_room); });
   module.def("report_address", [] { return reinterpret_cast<std::uintptr_t>(&report); });
   module.def("is_any_guard_in_force", &is_any_in_force, Unlocked());
-  module.def("limit_ram", &limit_ram, py::arg("num_bytes"));
+  module.def("limit_ram", &limit_ram);
   module.def("unlimit_ram", &unlimit_ram);
   module.def("ram_in_use", &ram_in_use);
   module.def("ram_peak", &ram_peak);
 
-  module.def("in_use", [](std::uintptr_t address) { return in_use(storage(address)); }, py::arg("storage_impl"));
+  module.def("in_use", [](std::uintptr_t address) { return in_use(storage(address)); });
 }

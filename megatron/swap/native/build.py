@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -60,31 +60,13 @@ NATIVE = Library(
 )  # fmt: skip
 
 
-class Native(Protocol):
-    """The interface of the C++ part. Storages are passed as ``_cdata``; the caller keeps them alive.
-
-    After ``refuse`` every access to the bytes raises a RuntimeError with ``message``, until ``allow``. To release the
-    bytes: ``resize_(0)``, refuse. To restore them: allow, ``resize_(n)``, copy. torch itself refuses a *new* view of an
-    emptied storage, with another message.
-    """
-
-    def refuse(self, storage_impl: int, message: str) -> None: ...
-    def allow(self, storage_impl: int) -> None: ...
-    # Let C++ operators (`operator.h`) call `function` before they use a storage that refuses access. `function`
-    # gets the storage's address, and returns whether it has reloaded the storage.
-    def add_reload(self, key: int, function: Callable[[int], bool]) -> None: ...
-    def remove_reload(self, key: int) -> None: ...
-    # Whether a C++ operator that has declared the storage has not ended.
-    def in_use(self, storage_impl: int) -> bool: ...
-
-
 class BuildError(Exception):
     """A library cannot be built. ``load`` logs the reason and goes on without it."""
 
 
 @functools.cache
-def load() -> Native | None:
-    """Return the C++ part, and build it if needed; ``None`` if it cannot be built, or MEGATRON_SWAP_NATIVE is 0."""
+def load() -> Any:
+    """Return the module in ``bindings.cpp``, built if needed; None if it cannot be built, or is switched off."""
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:
@@ -205,13 +187,13 @@ def _is_intact(built: Path) -> bool:
         if not stat.S_ISREG(status.st_mode) or not _is_trusted(status):
             return False
         content = file.read()
-    return content[-CHECKSUM_BYTES:] == _checksum(content[:-CHECKSUM_BYTES])
+    return content[-CHECKSUM_BYTES:] == hashlib.sha256(content[:-CHECKSUM_BYTES]).digest()
 
 
 def _seal(made: Path) -> None:
     """Append the checksum, close the file to others, and write it to the disk."""
     with made.open("rb+") as file:
-        file.write(_checksum(file.read()))
+        file.write(hashlib.sha256(file.read()).digest())
         file.flush()
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~FOR_OTHERS)
         os.fsync(file.fileno())
@@ -223,10 +205,6 @@ def _sync(folder: Path) -> None:
     with suppress(OSError):
         os.fsync(descriptor)
     os.close(descriptor)
-
-
-def _checksum(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
 
 
 def _file(folder: Path, library: Library = NATIVE) -> Path:
@@ -277,10 +255,10 @@ def _compile(library: Library, target: Path) -> None:
         raise BuildError(f"{compiler} failed with {done.returncode}: {words}")
 
 
-def _imported(library: Path) -> Native:
+def _imported(library: Path) -> Any:
     # Loaded globally for operator.h, which looks up a symbol. Python's import alone would load the library locally.
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    return cast(Native, imported(MODULE, library))
+    return imported(MODULE, library)
 
 
 def imported(name: str, library: Path) -> Any:

@@ -89,11 +89,7 @@ def _major(place: Path) -> str | None:
 
 
 def check_virtuals(headers: dict[str, str]) -> None:
-    """Raise a ``BuildError`` unless our allocator overrides every virtual function of torch's.
-
-    Args:
-        headers: text of each header, by the class in it.
-    """
+    """Raise a ``BuildError`` unless our allocator overrides all virtual functions in ``headers``, texts by class."""
     theirs: Counter[str] = Counter()
     for name, base in zip(BASES, [*list(BASES)[1:], None], strict=True):
         bases, body = class_body(headers.get(name, ""), name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import CDLL
-from typing import Protocol, cast
+from typing import Any
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.native.build import BuildError, load
@@ -15,68 +14,12 @@ NEEDS = "--swap-oom-guard needs"
 
 Piece = tuple[int, int]  # address and size in bytes of a piece of host memory
 
-
-class NativeRescue(Protocol):
-    """A failed allocation that was retried after an eviction; ``engine.oom_guard.Rescue`` explains the fields."""
-
-    wanted_bytes: int
-    freed_bytes: int
-    copied_bytes: int
-    held_bytes: int
-    ms: float
-    groups: Sequence[int]
+# `Guard` of guard.h, which describes its methods. Storages are passed as `untyped_storage()._cdata`, events by address.
+GuardCore = Any
+Flag = Any  # `Flag` of machines.h: an event of the emulated device, at `address` while it lives
 
 
-class Flag(Protocol):
-    """An event of the emulated device for native code."""
-
-    address: int  # in use only while the flag lives
-
-    def raise_(self) -> None: ...
-
-
-class GuardCore(Protocol):
-    """The core in ``guard.h``: evicts offered storages when an allocation fails, on any thread, without Python.
-
-    Storages are passed as ``untyped_storage()._cdata``, events as addresses.
-    """
-
-    def begin(self) -> None: ...  # rescue allocations from now on
-    def end(self) -> None: ...  # stop rescuing allocations; offers remain
-    def pause_here(self, pause: bool) -> None: ...  # rescue no allocation of this thread, or again
-    def offer(
-        self, key: int, storage_impl: int, num_bytes: int, num_owners: int, next_use: int, is_copied: bool,
-        event: int, group: int,
-    ) -> None:  # fmt: skip
-        """Allow the eviction of a storage, under the number ``key``, until ``withdraw``. See ``Offer`` in guard.h."""
-
-    # End an offer. Return `None` if not evicted, else the host memory of the bytes: none if `is_copied`.
-    def withdraw(self, key: int) -> list[Piece] | None: ...
-    def release(self, pieces: Sequence[Piece]) -> None: ...  # return host memory that no copy reads any more
-    def take_evicted(self) -> list[int]: ...  # keys of evicted offers that were not withdrawn, each once
-    def num_evictions(self) -> int: ...  # calls so far that evicted storages
-    def take_rescues(self) -> list[NativeRescue]: ...  # since the last call
-    def set_most_host_bytes(self, num_bytes: int) -> None: ...  # limit the host memory that is mapped
-    def mapped_bytes(self) -> int: ...  # host memory that is mapped now
-    def pin(self) -> None: ...  # register the mapped memory with CUDA, so that copies are fast
-    # Describe the guard's memory and its last error, for the message of an allocation that it did not rescue.
-    def report(self) -> str: ...
-
-
-class _Native(Protocol):
-    Flag: type[Flag]
-
-    def Guard(self, most_host_bytes: int, *cuda: object) -> GuardCore: ...
-    def is_any_guard_in_force(self) -> bool: ...
-    def limit_ram(self, num_bytes: int) -> None: ...
-    def unlimit_ram(self) -> None: ...
-    def ram_in_use(self) -> int: ...
-    def ram_peak(self) -> int: ...
-    def make_room_address(self) -> int: ...
-    def report_address(self) -> int: ...
-
-
-def native(needs: str = NEEDS) -> _Native:
+def native(needs: str = NEEDS) -> Any:
     """Return the C++ part, or raise a ``UsageError`` that begins with ``needs``, the feature."""
     found = load()
     if found is None:
@@ -85,7 +28,7 @@ def native(needs: str = NEEDS) -> _Native:
             "clang++ or CXX), it failed (see the warning), or MEGATRON_SWAP_NATIVE=0 is set. Leave it out, or install "
             "a compiler."
         )
-    return cast(_Native, found)
+    return found
 
 
 def build_guard(on_gpu: bool) -> None:
@@ -103,10 +46,7 @@ def _cuda_allocator() -> CDLL:
 
 
 def new_guard(*cuda: object) -> GuardCore:
-    """Make the core for the emulated device, or with the arguments of ``cuda_guard`` for a CUDA device.
-
-    Raises a ``UsageError`` without the C++ part, or if this process has a guard already.
-    """
+    """Make a core, with the arguments of ``cuda_guard`` for CUDA, or raise a ``UsageError``: no C++, or a second."""
     if native().is_any_guard_in_force():
         raise UsageError(
             "an out-of-memory guard is at work in this process already (--swap-oom-guard), and there can be one at a "

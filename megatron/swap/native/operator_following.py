@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import _ops
 
@@ -26,40 +26,23 @@ Resolve = Callable[[str, str], Any]
 class Following(Protocol):
     """Follows the operators of this thread from ``begin`` to ``end``, below autograd and autocast."""
 
-    @property
-    def saw_all(self) -> bool:
-        """Valid after the end: no operator took a gradient, ran in another thread, or in a mode entered since."""
-        ...
-
-    @property
-    def is_as_expected(self) -> bool:
-        """Valid after the end: ``saw_all``, and the sequence ran whole, beside unreported operators alone."""
-        ...
-
-    @property
-    def unseen(self) -> Callable[[], AbstractContextManager[None]]:
-        """A function that makes a context for operators that neither this object nor a dispatch mode sees."""
-        ...
+    # Both are valid after the end. No operator took a gradient, ran in another thread, or in a mode entered since.
+    saw_all: bool
+    is_as_expected: bool  # and the sequence ran whole, beside unreported operators alone
+    unseen: Callable[[], AbstractContextManager[None]]  # makes a context that neither this object nor a mode sees
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
 
 
-class OperatorLibrary(Protocol):
-    """The interface of the C++ part.
-
-    ``Sequence`` gets names and overloads of operators, and whether each is reported. ``Following`` without a sequence
-    reports all operators. With a sequence it reports the wanted operators by position, and none from the first
-    difference on.
-    """
-
-    def Sequence(self, names: Sequence[tuple[str, str]], wanted: Sequence[bool]) -> object: ...
-    def Following(self, sequence: object | None, report: Report, resolve: Resolve) -> Following: ...
-
-
 @functools.cache
-def load_operators() -> OperatorLibrary | None:
-    """Return the C++ part, and build it if needed; ``None`` if it cannot be built, or MEGATRON_SWAP_NATIVE is 0."""
+def load_operators() -> Any:
+    """Return the C++ part, and build it if needed; ``None`` if it cannot be built, or MEGATRON_SWAP_NATIVE is 0.
+
+    Its ``Sequence`` gets names and overloads of operators, and whether each is reported. Its ``Following`` gets a
+    sequence, a ``Report`` and a ``Resolve``. Without a sequence it reports all operators. With one it reports the
+    wanted operators by position, and none from the first difference on.
+    """
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:
@@ -70,7 +53,7 @@ def load_operators() -> OperatorLibrary | None:
             "without the C++ part that follows operators, swap.activations recomputes whole layers only. %s", error
         )
         return None
-    return cast(OperatorLibrary, module)
+    return module
 
 
 def _pass_higher_order_operators(key: Any) -> None:

@@ -17,15 +17,13 @@ std::atomic<Reload> reload_hook{nullptr};
 std::mutex uses_mutex;
 std::vector<const c10::StorageImpl*> uses;
 
-struct Begun {
-  std::vector<const c10::StorageImpl*> storages;
-};
+using Begun = std::vector<const c10::StorageImpl*>;
 
 void* begin(const char*) { return new Begun; }
 
 void use(void* op, c10::StorageImpl* storage) {
   // Mark it as in use first, so that it is not offloaded again between its reload and its use.
-  static_cast<Begun*>(op)->storages.push_back(storage);
+  static_cast<Begun*>(op)->push_back(storage);
   {
     std::lock_guard lock(uses_mutex);
     uses.push_back(storage);
@@ -38,7 +36,7 @@ void end(void* op) {
   auto* begun = static_cast<Begun*>(op);
   {
     std::lock_guard lock(uses_mutex);
-    for (const auto* storage : begun->storages) uses.erase(std::find(uses.begin(), uses.end(), storage));
+    for (const auto* storage : *begun) uses.erase(std::find(uses.begin(), uses.end(), storage));
   }
   delete begun;
 }

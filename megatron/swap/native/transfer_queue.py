@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, cast
 
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.native.build import load
 from megatron.swap.native.cuda_library import loaded_cuda_library
 
 WAKE_S = 0.1  # a waiting thread returns to the interpreter after these seconds, so that it handles Ctrl-C
-MAY_BE_ZERO = {"num_bytes", "stream", "after", "device"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +25,6 @@ class HostCopy:
     target: int  # address; the caller keeps the memory of both until the job is done
     source: int
     num_bytes: int
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +43,13 @@ class CudaCopy:
     # device 0, which takes memory there from another rank.
     device: int
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 Step = HostCopy | CudaCopy
 Job = Sequence[Step]
 
 
 class JobState(IntEnum):
-    """State of a job; the numbers are those of ``transfer_queue.h``.
-
-    A job passes through the first four in order. ``DONE`` and all below are final.
-    """
+    """State of a job, numbered as in ``transfer_queue.h``: four in order, of which ``DONE`` and all below are final."""
 
     WAITING = 0
     RUNNING = 1
@@ -69,30 +58,6 @@ class JobState(IntEnum):
     FAILED = 4
     WITHDRAWN = 5
     UNKNOWN = 6
-
-
-class Core(Protocol):
-    """The core in ``transfer_queue.h``. Any thread may call it. Tickets begin with 1; 0 is no ticket."""
-
-    def start(self) -> None: ...
-    def is_started(self) -> bool: ...
-    def add(self, job: Job, at_head: bool) -> int: ...  # the job's ticket; 0 if the queue is closed
-    def erase(self, ticket: int) -> bool: ...
-    def state(self, ticket: int) -> int: ...
-    # Wait until the job's state is `until` or above, or `seconds` have passed. Return the state.
-    def wait(self, ticket: int, until: int, seconds: float) -> int: ...
-    def wait_all(self, seconds: float) -> bool: ...
-    # Return the text of a failed job's error. It counts as raised from now on.
-    def failure(self, ticket: int) -> str: ...
-    def first_failure(self) -> int: ...  # lowest ticket of a failure that was not raised; 0 if none
-    def close(self) -> None: ...  # accept no more jobs; the worker ends after the last one
-    def join(self) -> None: ...
-    def abandon(self) -> None: ...  # close, withdraw the jobs that have not begun, and join
-    def num_waiting(self) -> int: ...
-
-
-class _Native(Protocol):
-    def Core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
 
 
 class TransferQueue:
@@ -105,10 +70,7 @@ class TransferQueue:
     Any thread may call any method. Waiting lets other threads run, and Ctrl-C interrupts it. When the queue is
     finalized, or the interpreter exits, jobs under way are finished and all others withdrawn.
 
-    Args:
-        name: of the thread, for profilers and errors.
-        cuda_library: path of the CUDA runtime; by default the loaded runtime, if any.
-
+    ``name`` is the thread's, ``cuda_library`` the path of the CUDA runtime; by default the loaded runtime, if any.
     Raises a ``UsageError`` if ``num_in_flight`` is below 1, and a ``SwapError`` without the C++ part.
     """
 
@@ -119,7 +81,8 @@ class TransferQueue:
         if native is None:
             raise SwapError(f"transfer queue {name}: it needs the C++ part of this package, which is not here")
         self.name = name
-        self._core = cast(_Native, native).Core(name, num_in_flight, cuda_library or loaded_cuda_library())
+        # Its methods are described in transfer_queue.h. Any thread may call them. Tickets begin with 1; 0 is no ticket.
+        self._core = native.Core(name, num_in_flight, cuda_library or loaded_cuda_library())
         weakref.finalize(self, self._core.abandon)  # at exit too, before the interpreter is finalized
 
     def start(self) -> None:
@@ -138,13 +101,10 @@ class TransferQueue:
         """Withdraw a job, and return whether it is withdrawn. False if it has begun, or is over."""
         if self._core.state(ticket) == JobState.UNKNOWN:
             raise self._unknown(ticket)
-        return self._core.erase(ticket)
+        return bool(self._core.erase(ticket))
 
     def is_done(self, ticket: int) -> bool:
-        """Whether the job is over, complete or failed, and no longer uses its memory.
-
-        Raises a ``UsageError`` if the job was withdrawn, or the ticket is not of this queue.
-        """
+        """Whether the job is over, complete or failed. Raises a ``UsageError`` if it was withdrawn or is unknown."""
         return self._checked(ticket, self._core.state(ticket)) in (JobState.DONE, JobState.FAILED)
 
     def wait_issued(self, ticket: int) -> None:
@@ -174,10 +134,7 @@ class TransferQueue:
             raise self._failure(failed)
 
     def wait_and_stop(self) -> None:
-        """Accept no more jobs, finish the queued jobs, and end the thread. A second call does nothing.
-
-        Raises as ``wait_all``. The queue is stopped then, unless it was never started.
-        """
+        """Accept no more jobs, finish the queued ones, and end the thread if it was started. Raises as ``wait_all``."""
         if self._core.is_started() or not self._core.num_waiting():
             self._core.close()
         try:
@@ -189,10 +146,10 @@ class TransferQueue:
     @property
     def num_waiting(self) -> int:
         """Number of jobs that have not begun."""
-        return self._core.num_waiting()
+        return int(self._core.num_waiting())
 
     def _add(self, job: Job, at_head: bool) -> int:
-        ticket = self._core.add(job, at_head)
+        ticket: int = self._core.add(job, at_head)
         if not ticket:
             raise UsageError(f"transfer queue {self.name}: it was stopped and takes no more jobs")
         return ticket
@@ -220,12 +177,3 @@ class TransferQueue:
 
     def _failure(self, ticket: int) -> SwapError:
         return SwapError(f"transfer queue {self.name}, job {ticket}: {self._core.failure(ticket)}")
-
-
-def _check(step: Step) -> None:
-    # Checked when a step is made: a wrong address would crash the worker.
-    for field in fields(step):
-        value = getattr(step, field.name)
-        least = 0 if field.name in MAY_BE_ZERO else 1
-        if not isinstance(value, int) or value < least:
-            raise UsageError(f"{type(step).__name__}: {field.name}={value!r}; it is an integer and at least {least}")

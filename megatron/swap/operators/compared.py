@@ -38,12 +38,9 @@ class Compared(NamedTuple):
 
 
 def compared(flows: Sequence[Flow], saved: Sequence[Saved], num_given: int) -> Compared:
-    """Return the places in ``saved`` of the tensors that are computed last, and of all, each once.
+    """Return the places in ``saved`` of the tensors that ``flows`` compute last, and of all, each once.
 
-    Args:
-        flows: the operators of the layer, in their order.
-        num_given: storages -1 to ``-num_given`` are the layer's weights, buffers and arguments. They are compared in
-            other ways.
+    Storages -1 to ``-num_given`` are the layer's weights, buffers and arguments. They are compared in other ways.
     """
     numbers = {one.number for one in saved if one.number is not None}
     shown: set[int] = set()  # storages that show in a saved tensor

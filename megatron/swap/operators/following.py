@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo import eval_frame
 
-from megatron.swap.native.operator_following import Following, OperatorLibrary, Report, load_operators
+from megatron.swap.native.operator_following import Following, Report, load_operators
 from megatron.swap.operators.kinds import Kind, kind_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -17,18 +17,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 def sequence_of(operators: Sequence[Any], wanted: Collection[int]) -> object:
     """Return the expected operators of a layer, without those that only make views; ``wanted`` positions are shown."""
     names = [(one._schema.name, one._schema.overload_name) for one in operators]
-    return _library().Sequence(names, [place in wanted for place in range(len(names))])
+    return load_operators().Sequence(names, [place in wanted for place in range(len(names))])
 
 
 def followed(report: Report, sequence: object | None) -> Following:
     """Return a follower that shows all operators, or the wanted operators of ``sequence``, to ``report``."""
-    return _library().Following(sequence, report, _resolve)
-
-
-def _library() -> OperatorLibrary:
-    library = load_operators()
-    assert library is not None  # without the library no layer is followed
-    return library
+    following: Following = load_operators().Following(sequence, report, _resolve)
+    return following
 
 
 def uncompiled(function: F) -> F:

@@ -60,12 +60,7 @@ class OperatorOrder:
 
 
 class Operators:
-    """A context that sees the operators of this thread, once each has run.
-
-    Args:
-        recomputer: is told while the context is entered, so that its own operators are not seen.
-        tensors: tensors that the layer may read or change: its weights, its buffers and its inputs.
-    """
+    """A context that sees this thread's operators, once each has run. The layer may read or change ``tensors``."""
 
     sequence: object | None = None  # the expected operators, if only some of them are to be seen
 
@@ -120,11 +115,7 @@ class Operators:
 
 
 class OperatorWatch(Operators):
-    """Learns the order of a layer's operators, before any is recorded.
-
-    Backward cannot read a tensor that is changed in place later. The end of such a run is too late to find out: the
-    tensors to be made from it have been freed.
-    """
+    """Learns the order of a layer's operators and writes, in a run before any is recorded: its end is too late."""
 
     def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__(recomputer, tensors)
@@ -174,10 +165,7 @@ class OperatorWatch(Operators):
 
 
 class OperatorFollower(Operators):
-    """Follows a layer's operators along ``order``, and so knows each output's number.
-
-    ``sources`` gets sites for outputs of operators, by the addresses of their storages.
-    """
+    """Follows operators along ``order``, which numbers outputs. ``sources`` gets sites for these, by address."""
 
     def __init__(
         self, recomputer: Recomputer, layer: int, sources: dict[int, Site], order: OperatorOrder,
@@ -204,13 +192,7 @@ class OperatorFollower(Operators):
 
 
 class OperatorRecords(OperatorFollower):
-    """Records the outputs of operators of this thread that may run again.
-
-    Args:
-        recomputer: receives the records.
-        order: of the layer's operators, as watched.
-        wanted: numbers of outputs to record, and of the outputs that they are made from; ``None`` for all.
-    """
+    """Records outputs that may be made again: the ``wanted`` ones and what they are made from, or all if None."""
 
     def __init__(
         self, recomputer: Recomputer, layer: int, sources: dict[int, Site], order: OperatorOrder,

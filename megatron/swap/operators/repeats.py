@@ -90,10 +90,7 @@ class Repeat(NamedTuple):
 
 
 class RepeatedRuns:
-    """Memos of a layer's runs under the present policy.
-
-    A run is named by its number in a forward, and by the number of the layer's runs before it.
-    """
+    """Memos of a layer's runs, by number in a forward and among the layer's runs, under the present policy."""
 
     def __init__(self) -> None:
         self.is_repeating = False  # the present run repeats an earlier run

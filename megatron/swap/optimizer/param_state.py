@@ -6,6 +6,7 @@ single element of memory that is NaN: reads give NaN, writes raise an error, nei
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,8 +16,7 @@ from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.memory.disk_file import DiskRoom, padded
 from megatron.swap.optimizer.wrapped import drop_caches, stored
 
-ALIGNED_ELEMENTS = 128
-"""Shards begin at a multiple of this many elements: vectorized kernels read aligned memory faster."""
+ALIGNED_ELEMENTS = 128  # shards begin at a multiple of it: vectorized kernels read aligned memory faster
 MAIN = "main"  # a parameter's own values among its offloaded tensors
 
 
@@ -53,13 +53,11 @@ class ParamState:
     """The offloaded tensors and shards of one parameter."""
 
     param: torch.Tensor  # the object in the optimizer's groups
+    # Offloaded tensors of the parameter's shape, by name; `MAIN` is the parameter itself, if its values are offloaded
+    # too.
     tensors: dict[str, OffloadedTensor] = field(default_factory=dict)
-    """Offloaded tensors of the parameter's shape, by name; ``MAIN`` is the parameter itself, if its values are
-    offloaded too."""
-    shards: list[ParamShard] = field(default_factory=list)
-    """Slices of the parameter, in order; empty until the first step."""
-    wrappers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Objects of the optimizer around some of ``tensors``, by name."""
+    shards: list[ParamShard] = field(default_factory=list)  # slices of it, in order; empty until the first step
+    wrappers: dict[str, torch.Tensor] = field(default_factory=dict)  # the optimizer's objects around some of `tensors`
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
@@ -113,8 +111,8 @@ class ParamShard:
     start: int
     stop: int
     has_state: bool = False  # stepped or loaded before; until then its moments are allocated but have no values
+    # State without the parameter's shape (a step counter, say), which is never offloaded.
     small_state: dict[str, Any] = field(default_factory=dict)
-    """State without the parameter's shape (a step counter, say), which is never offloaded."""
 
     @property
     def num_bytes(self) -> int:
@@ -141,6 +139,21 @@ def placeholder(like: torch.Tensor | OffloadedTensor, dtype: torch.dtype) -> tor
     """Return a tensor of ``like``'s shape and device on one element: NaN, or the least value of an integer type."""
     value = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=like.device).expand(like.shape)
+
+
+def batches[T](items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield ``items`` in their order, in batches of at most ``most_bytes``, or of a single larger one."""
+    batch: list[T] = []
+    batch_bytes = 0
+    for item in items:
+        num_bytes = bytes_of(item)
+        if batch and batch_bytes + num_bytes > most_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(item)
+        batch_bytes += num_bytes
+    if batch:
+        yield batch
 
 
 def has_shape_of(value: Any, param: torch.Tensor) -> bool:

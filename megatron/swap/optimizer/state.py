@@ -18,12 +18,9 @@ class OptimizerState:
     """Owns the entries of ``optimizer.state`` for parameters whose state is, or may be, offloaded."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        transfers: StateTransfers,
-        param_states: Mapping[torch.Tensor, ParamState],
-        is_elementwise: bool,
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, transfers: StateTransfers,
+        param_states: Mapping[torch.Tensor, ParamState], is_elementwise: bool,
+    ) -> None:  # fmt: skip
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._optimizer = optimizer
         self._transfers = transfers
@@ -99,8 +96,7 @@ class OptimizerState:
         self.kept[param_state.param] = self.offloaded.pop(param_state.param)
 
     def _offload(self, param_state: ParamState) -> None:
-        state = self._optimizer.state.get(param_state.param, {})
-        large = {name: value for name, value in state.items() if has_shape_of(value, param_state.param)}
+        large, small = self._large_and_small(param_state)
         values = large | ({MAIN: param_state.param} if MAIN in param_state.tensors else {})
         moves = []
         for name, value in values.items():
@@ -115,8 +111,16 @@ class OptimizerState:
             else:  # the optimizer may have made another object meanwhile: in its first step, or as it loaded
                 param_state.wrap(name, value)
         self.offloaded[param_state.param] = self.kept.pop(param_state.param)
-        if state:
-            self.set_small_state(param_state, {name: value for name, value in state.items() if name not in large})
+        if large or small:
+            self.set_small_state(param_state, small)
+
+    def _large_and_small(self, param_state: ParamState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a parameter's entry in ``optimizer.state``: what is offloaded, and the rest."""
+        large: dict[str, Any] = {}
+        small: dict[str, Any] = {}
+        for name, value in self._optimizer.state.get(param_state.param, {}).items():
+            (large if has_shape_of(value, param_state.param) else small)[name] = value
+        return large, small
 
     # ------------------------------------------------------------ checkpoints
 
@@ -147,8 +151,7 @@ class OptimizerState:
 
     def store(self, param_state: ParamState) -> None:
         """Copy a parameter's entry in ``optimizer.state`` to its offloaded tensors."""
-        state = self._optimizer.state.get(param_state.param, {})
-        large = {name: value for name, value in state.items() if has_shape_of(value, param_state.param)}
+        large, small = self._large_and_small(param_state)
         for name, value in large.items():
             held = stored(value)
             tensor = self._transfers.memory.tensor(param_state, name, held.dtype)
@@ -159,8 +162,8 @@ class OptimizerState:
                     param_state.wrap(name, value)
                     if self.is_materialized:
                         tensor.materialize()
-        if state:
-            self.set_small_state(param_state, {name: value for name, value in state.items() if name not in large})
+        if large or small:
+            self.set_small_state(param_state, small)
 
     def is_in_host(self, param: torch.Tensor, name: str) -> bool:
         """Whether a tensor of ``param`` is offloaded, and readable in host memory now."""

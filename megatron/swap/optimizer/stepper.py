@@ -11,23 +11,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
 from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Mark
-from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, has_shape_of
+from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, batches, has_shape_of
 from megatron.swap.optimizer.partial_step import PartialStep, Settings, Table
 from megatron.swap.optimizer.state import OptimizerState
 from megatron.swap.optimizer.state_memory import TensorRequest
 from megatron.swap.optimizer.transfers import Bucket, Move, PendingBucket, StateTransfers, as_bytes
 from megatron.swap.optimizer.wrapped import scales_of, stored
 
-NUM_BUFFERS = 3
-"""Buckets that may always be on the device: one is loaded, one is stepped, one is offloaded."""
+NUM_BUFFERS = 3  # buckets that may always be on the device: one is loaded, one is stepped, one is offloaded
 
+# Called with a parameter, the first and last + 1 of some of its elements, and their new values on the device.
 OnUpdated = Callable[[torch.Tensor, int, int, torch.Tensor], None]
-"""Called with a parameter, the first and last + 1 of some of its elements, and their new values on the device."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,14 @@ class StepOptions:
     """Options of a stepper."""
 
     is_elementwise: bool  # whether the optimizer may step slices of its parameters
-    on_updated: OnUpdated = lambda *_: None
-    """Called with new values on the device, also of parameters that are not offloaded."""
+    on_updated: OnUpdated = lambda *_: None  # also called for parameters that are not offloaded
+    # Returns the device bytes that buckets may use now, and that copies to the host may still hold after the step.
     measure_room: Callable[[], int] = lambda: 0
-    """Returns the device bytes that buckets may use now, and that copies to the host may still hold after the step."""
     tables: Sequence[Table] = ()  # as for ``PartialStep``
+    # Names and types of a parameter's state, if the optimizer keeps scales by parameter. Such an optimizer steps whole
+    # parameters, and copies the state of all that it steps at once to single precision. So parameters whose state is
+    # kept are stepped a bucket at a time too.
     scaled_types: Callable[[torch.Tensor], dict[str, torch.dtype]] | None = None
-    """Names and types of a parameter's state, if the optimizer keeps scales by parameter. Such an optimizer steps whole
-    parameters, and copies the state of all that it steps at once to single precision. So parameters whose state is kept
-    are stepped a bucket at a time too."""
 
 
 class BucketLoader:
@@ -77,26 +76,18 @@ class BucketLoader:
     def take(self) -> Bucket | None:
         return self._loaded.popleft() if self._loaded else None
 
-    def load(self, room_bytes: int) -> None:
-        """Load the next buckets that fit into ``room_bytes`` of device memory; at least one if none is loaded."""
+    def load(self, room_bytes: int, *, is_ahead: bool = False) -> None:
+        """Load the next buckets that fit into ``room_bytes`` of device memory: at least one, except ahead of a step."""
         while (pending := self._next_pending()) is not None:
             wanted_bytes = pending.num_bytes + self._transfers.loaded_bytes
             # One bucket's room stays free: for the bucket that is stepped and then offloaded.
-            if wanted_bytes > room_bytes - self._transfers.bucket_bytes and self._loaded:
+            fits = wanted_bytes <= room_bytes - self._transfers.bucket_bytes
+            # Ahead of a step layers run, so a load must not wait for the disk, nor take memory from others.
+            is_next = fits and pending.is_read if is_ahead else fits or not self._loaded
+            if not is_next:
                 return
             self._transfers.release_offloaded(max(0, room_bytes - wanted_bytes))
-            self._loaded.append(self._transfers.load(pending))
-            self._pending.popleft()
-
-    def load_ahead(self, room_bytes: int) -> None:
-        """Load the first buckets of the next step that fit into ``room_bytes``, possibly none."""
-        while (pending := self._next_pending()) is not None:
-            wanted_bytes = pending.num_bytes + self._transfers.loaded_bytes
-            # Layers run now, so a load must not wait for the disk, nor take memory from others.
-            if wanted_bytes > room_bytes - self._transfers.bucket_bytes or not pending.is_read:
-                return
-            self._transfers.release_offloaded(max(0, room_bytes - wanted_bytes))
-            bucket = self._transfers.load_if_free(pending)
+            bucket = self._transfers.load(pending, is_ahead=is_ahead)
             if bucket is None:
                 return
             self._loaded.append(bucket)
@@ -112,20 +103,12 @@ class BucketLoader:
 
 
 class OptimizerStepper:
-    """Replaces the step of one optimizer.
-
-    Raises:
-        UsageError: a group keeps settings in tensors.
-        HostMemoryError, DiskError: there is no room for all state, of an optimizer whose types of state are known.
-    """
+    """Replaces an optimizer's step. Raises a ``UsageError`` for settings in tensors, or an error without room."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        transfers: StateTransfers,
-        param_states: Mapping[torch.Tensor, ParamState],
-        options: StepOptions,
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, transfers: StateTransfers,
+        param_states: Mapping[torch.Tensor, ParamState], options: StepOptions,
+    ) -> None:  # fmt: skip
         self._optimizer = optimizer
         self._transfers = transfers
         self._options = options
@@ -187,33 +170,19 @@ class OptimizerStepper:
             yield groups
             return
         for number, params in enumerate(groups):
-            part: list[torch.Tensor] = []
-            for param in params:
-                if part and sum(one.nbytes for one in part) + param.nbytes > self._transfers.bucket_bytes:
-                    yield [part if other == number else [] for other in range(len(groups))]
-                    part = []
-                part.append(param)
-            yield [part if other == number else [] for other in range(len(groups))]
+            for part in [*batches(params, attrgetter("nbytes"), self._transfers.bucket_bytes)] or [[]]:
+                yield [part if other == number else [] for other in range(len(groups))]
 
     def _room_bytes(self) -> int:
         return max(self._options.measure_room(), NUM_BUFFERS * self._transfers.bucket_bytes)
 
     def _bucket_shards(self) -> Iterator[list[ParamShard]]:
-        """Yield each bucket's shards, filled up to the bucket size."""
-        bucket: list[ParamShard] = []
-        bucket_bytes = 0
-        for param_state in self.state.offloaded.values():
-            if _gradient(param_state.param) is None:
-                continue
-            for shard in self.state.shards(param_state):
-                shard_bytes = shard.num_bytes
-                if bucket and bucket_bytes + shard_bytes > self._transfers.bucket_bytes:
-                    yield bucket
-                    bucket, bucket_bytes = [], 0
-                bucket.append(shard)
-                bucket_bytes += shard_bytes
-        if bucket:
-            yield bucket
+        """Return each bucket's shards, filled up to the bucket size."""
+        shards = (
+            shard for param_state in self.state.offloaded.values() if _gradient(param_state.param) is not None
+            for shard in self.state.shards(param_state)
+        )  # fmt: skip
+        return batches(shards, attrgetter("num_bytes"), self._transfers.bucket_bytes)
 
     def _step_bucket(self, bucket: Bucket) -> list[Settings]:
         """Step ``bucket``, offload it, and return each group's settings after the step."""
@@ -271,10 +240,7 @@ class OptimizerStepper:
         large = {MAIN: param} if MAIN in param_state.tensors else {}
         shard.has_state, shard.small_state = True, {}
         for name, value in self._partial_step.take_back(param_state.param, param).items():
-            if has_shape_of(value, param):
-                large[name] = value
-            else:
-                shard.small_state[name] = value
+            (large if has_shape_of(value, param) else shard.small_state)[name] = value
         moves = []
         for name, value in large.items():
             values = stored(value)
@@ -299,7 +265,7 @@ class OptimizerStepper:
     def load_ahead(self, room_bytes: int) -> None:
         """Load the last step's first buckets that fit into ``room_bytes``, without waiting for the disk."""
         if not self.state.is_materialized:
-            self._loader.load_ahead(room_bytes)
+            self._loader.load(room_bytes, is_ahead=True)
 
     @property
     def is_loaded(self) -> bool:

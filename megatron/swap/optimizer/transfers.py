@@ -7,7 +7,7 @@ copies, and never waits for writes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from megatron.swap.common.rounding import round_up
 from megatron.swap.devices.base import ALIGNMENT_BYTES, Device, Event, Mark, Owner
 from megatron.swap.memory.disk_file import DiskRoom, padded
 from megatron.swap.memory.staging import NUM_AHEAD, DiskSpan, Fetched, Staging
-from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Span
+from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Span, batches
 from megatron.swap.optimizer.state_memory import StateMemory
 
 
@@ -94,27 +94,26 @@ class StateTransfers:
         spans = _on_disk(shard.span_of(tensor) for shard in shards for _, tensor in shard.tensors_to_load())
         return PendingBucket(shards, self._staging.fetch(spans) if spans and self._staging else None)
 
-    def load(self, pending: PendingBucket) -> Bucket:
-        """Allocate a buffer and enqueue the copies of the pending shards into it. Raises ``DiskError``."""
-        pending = self._make_readable(pending)
-        return self._load_into(self._device.allocate(_load_bytes(pending.shards)), pending)
-
-    def load_if_free(self, pending: PendingBucket) -> Bucket | None:
-        """Do as ``load``, but return None instead of taking device memory from others."""
-        pending = self._make_readable(pending)
-        # Buffers are allocated on the compute stream, which later uses them.
-        buffer = self._device.allocate_if_free(_load_bytes(pending.shards))
-        return None if buffer is None else self._load_into(buffer, pending)
-
-    def _make_readable(self, pending: PendingBucket) -> PendingBucket:
-        """Return ``pending``, or a new read of its shards."""
+    def load(self, pending: PendingBucket, *, is_ahead: bool = False) -> Bucket | None:
+        """Allocate a buffer and enqueue copies into it. ``is_ahead``: or None, rather than take others' memory."""
         # The last offload of such a shard is in flight. Compute waits for it here, and the H2D stream for compute.
         if not self._offloading_shards.isdisjoint(pending.shards):
             self.release_offloaded()
         # Another optimizer has taken the read buffers.
         if pending.read is not None and pending.read.is_lost:
-            return self.begin_load(pending.shards)
-        return pending
+            pending = self.begin_load(pending.shards)
+        spans = (shard.span_of(tensor) for shard in pending.shards for _, tensor in shard.tensors_to_load())
+        num_bytes = sum(_aligned(stop - start) for _, start, stop in spans)
+        # Buffers are allocated on the compute stream, which later uses them.
+        buffer = self._device.allocate_if_free(num_bytes) if is_ahead else self._device.allocate(num_bytes)
+        return None if buffer is None else self._load_into(buffer, pending)
+
+    def load_now(self, shard: ParamShard) -> Bucket:
+        """Load a bucket of ``shard`` alone. Compute waits for the copies."""
+        bucket = self.load(self.begin_load([shard]))
+        assert bucket is not None
+        self.wait_for(bucket)
+        return bucket
 
     def _load_into(self, buffer: torch.Tensor, pending: PendingBucket) -> Bucket:
         self.device_bytes += buffer.numel()
@@ -147,8 +146,7 @@ class StateTransfers:
         """Return all offloaded tensors by name, flat, each in its own device memory. Compute waits for the copies."""
         whole: dict[str, torch.Tensor] = {}
         for shard in param_state.shards:
-            bucket = self.load(self.begin_load([shard]))
-            self.wait_for(bucket)
+            bucket = self.load_now(shard)
             for name, values in bucket.tensors[shard].items():
                 offloaded = param_state.tensors[name]
                 if name not in whole:
@@ -164,8 +162,7 @@ class StateTransfers:
         whole = self._device.allocate(offloaded.num_bytes).view(offloaded.dtype)
         for shard in param_state.shards or [ParamShard(param_state, 0, param_state.param.numel())]:
             without_moments = ParamShard(param_state, shard.start, shard.stop)
-            bucket = self.load(self.begin_load([without_moments]))
-            self.wait_for(bucket)
+            bucket = self.load_now(without_moments)
             whole[shard.start : shard.stop].copy_(bucket.tensors[without_moments][MAIN])
             self.discard(bucket)
         return whole
@@ -193,7 +190,8 @@ class StateTransfers:
         # Compute may still write the sources.
         self._out.begin()
         event = None
-        for batch in self._batches(moves):
+        # The disk-bound part of each batch fits into a staging buffer.
+        for batch in batches(moves, _disk_bytes, self._staged_bytes):
             spans = _on_disk(move.target for move in batch)
             staged, write = self._staging.stage(spans) if spans and self._staging else ([], None)
             staged_targets = iter(staged)
@@ -220,21 +218,6 @@ class StateTransfers:
         shards = [] if bucket is None else list(bucket.tensors)
         self._offloads.append(_Offload([*storages.values(), *buffers], event, shards))
         self._offloading_shards.update(shards)
-
-    def _batches(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
-        """Split ``moves`` so that the disk-bound part of each batch fits into a staging buffer."""
-        batch: list[Move] = []
-        batch_bytes = 0
-        for move in moves:
-            (tensor, start, stop), _ = move
-            num_bytes = padded(stop - start) if isinstance(tensor.backing, DiskRoom) else 0
-            if batch and batch_bytes + num_bytes > self._staged_bytes:
-                yield batch
-                batch, batch_bytes = [], 0
-            batch.append(move)
-            batch_bytes += num_bytes
-        if batch:
-            yield batch
 
     @property
     def offloading_bytes(self) -> int:
@@ -270,14 +253,13 @@ class StateTransfers:
             self._staging.synchronize()
 
 
-def _load_bytes(shards: Sequence[ParamShard]) -> int:
-    """Return the device bytes of the tensors that a step of ``shards`` reads."""
-    spans = (shard.span_of(tensor) for shard in shards for _, tensor in shard.tensors_to_load())
-    return sum(_aligned(stop - start) for _, start, stop in spans)
-
-
 def _on_disk(spans: Iterable[Span]) -> list[DiskSpan]:
     return [(span.tensor.backing, span.start, span.stop) for span in spans if isinstance(span.tensor.backing, DiskRoom)]
+
+
+def _disk_bytes(move: Move) -> int:
+    (tensor, start, stop), _ = move
+    return padded(stop - start) if isinstance(tensor.backing, DiskRoom) else 0
 
 
 def _aligned(num_bytes: int) -> int:

@@ -32,33 +32,21 @@ def _unpack_kept(packed: Any) -> torch.Tensor:
     return packed  # type: ignore[no-any-return]
 
 
-KEEPING = Hooks(keep, _unpack_kept)
-"""Hooks for other tensors where there are none around the layer."""
+KEEPING = Hooks(keep, _unpack_kept)  # for other tensors where there are no hooks around the layer
 
 
 @dataclass(slots=True)
 class SavedWeight:
-    """The graph's entry for a view of a frozen weight.
-
-    Attributes:
-        layer: the weight's layer.
-        layout: of the view, in a buffer that holds the layer.
-        block: the weight's storage.
-        versions: version counters of the weights on ``block`` when autograd saved the view.
-    """
+    """The graph's entry for a view of a frozen weight."""
 
     layer: Layer
-    layout: Layout
-    block: Block
-    versions: list[int]
+    layout: Layout  # of the view, in a buffer that holds the layer
+    block: Block  # the weight's storage
+    versions: list[int]  # version counters of the weights on `block` when autograd saved the view
 
 
 class FrozenForward:
-    """Replaces the ``forward`` of a layer, so that autograd saves its frozen weights as ``SavedWeight``.
-
-    Args:
-        module: the layer, whose weights are on a buffer of ``buffers`` while it runs.
-    """
+    """Replaces a layer's ``forward``, so that autograd saves its frozen weights, on ``buffers``, as ``SavedWeight``."""
 
     def __init__(self, module: nn.Module, buffers: WeightBuffers) -> None:
         self._buffers = buffers

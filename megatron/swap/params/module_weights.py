@@ -27,14 +27,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.overrides import NotCopied, has_boundary, in_backward
-from megatron.swap.memory.host_memory import (
-    HostMemoryError,
-    PinStrategy,
-    gpu_numa_node,
-    local_world_size,
-    prepare_regions,
-    safe_host_bytes,
-)
+from megatron.swap.memory.host_memory import HostMemoryError, local_world_size, prepare_regions, safe_host_bytes
 from megatron.swap.params.frozen_weights import FrozenForward
 from megatron.swap.params.packed_weights import LEAVE_OUT, Block, Layer, find_blocks, is_view_of, named_layers
 from megatron.swap.params.stacks import is_compiled, stacked
@@ -43,38 +36,23 @@ from megatron.swap.params.weight_buffers import Use, WeightBuffers
 
 @dataclass(frozen=True)
 class WeightStats:
-    """Bytes copied since the start, and the memory of the weights.
+    """Bytes copied since the start, and the memory of the weights."""
 
-    Attributes:
-        in_bytes: copied to the device, in forward and in backward.
-        out_bytes: copied back, for layers that wrote to their weights or buffers.
-        num_late: calls of layers that were not prefetched, because they were not predicted.
-        wait_ms: time that compute waited for copies, as far as the device has run.
-        host_bytes: host memory, in whole pages.
-        buffer_bytes: device memory of the buffers.
-        buffer_peak_bytes: most device memory of the buffers at once, with memory that was left to others who view it.
-        stayed_bytes: weights of these layers that stay on the device: other modules share them, or they are trained.
-    """
-
-    in_bytes: int
-    out_bytes: int
-    num_late: int
-    wait_ms: float
-    host_bytes: int
-    buffer_bytes: int
-    buffer_peak_bytes: int
-    stayed_bytes: int
+    in_bytes: int  # copied to the device, in forward and in backward
+    out_bytes: int  # copied back, for layers that wrote to their weights or buffers
+    num_late: int  # calls of layers that were not prefetched, because they were not predicted
+    wait_ms: float  # that compute waited for copies, as far as the device has run
+    host_bytes: int  # host memory, in whole pages
+    buffer_bytes: int  # device memory of the buffers
+    buffer_peak_bytes: int  # the most at once, with memory that was left to others who view it
+    stayed_bytes: int  # weights of these layers that stay on the device: other modules share them, or they are trained
 
 
 @ACTIVATIONS.errors()
 def weights(
-    module: nn.Module,
-    layers: Iterable[nn.Module] | None = None,
-    *,
-    training: bool = False,
-    host_gib: float | None = None,
-    device: Device | None = None,
-) -> WeightSwap:
+    module: nn.Module, layers: Iterable[nn.Module] | None = None, *, training: bool = False,
+    host_gib: float | None = None, device: Device | None = None,
+) -> WeightSwap:  # fmt: skip
     """Offload the weights of ``layers`` to host memory, for inference, until the end of the ``with``, or ``close``.
 
     With ``training`` the model trains, and only frozen parameters (``requires_grad`` is False) are offloaded. Forward
@@ -112,14 +90,9 @@ class WeightSwap(NotCopied):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layers: Iterable[nn.Module] | None,
-        *,
-        training: bool,
-        host_gib: float | None,
+        self, module: nn.Module, layers: Iterable[nn.Module] | None, *, training: bool, host_gib: float | None,
         device: Device | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         chosen = named_layers(module, _stacks_of(module) if layers is None else layers, training)
         _check_unswapped(module)
         if training:
@@ -186,10 +159,8 @@ class WeightSwap(NotCopied):
         """Offload layer by layer, so that at most one exists twice; then move other weights."""
         device = self._device.torch_device
         index = device.index if device.type == "cuda" else None
-        node = gpu_numa_node(index) if index is not None else None
-        strategy = PinStrategy(touch="none" if index is None else "pages")
         for layer in self._layers:
-            (layer.region,), _ = prepare_regions([layer.host_bytes], strategy=strategy, device=index, numa_node=node)
+            (layer.region,), _ = prepare_regions([layer.host_bytes], device=index)
             for block, chunk in layer.chunks(layer.region.tensor):
                 block.move(chunk)
             layer.on_host = [weight.data for weight in layer.weights]
@@ -197,26 +168,22 @@ class WeightSwap(NotCopied):
             block.move(self._device.allocate(block.num_bytes))
 
     def _restore(self, block: Block) -> bool:
-        """Move ``block`` to where it was. ``False``: the device has no room, so it was moved to the CPU."""
-        has_room = True
-        if block.is_moved:
-            is_on_device = block.origin == self._device.torch_device
-            on_cpu = partial(torch.empty, block.num_bytes, dtype=torch.uint8, device="cpu")
+        """Move ``block`` to where it was. Return False if it was moved to the CPU, since the device has no room."""
+        has_room, memory = True, None
+        if block.is_moved and block.origin == self._device.torch_device:
             try:
-                memory = self._device.allocate(block.num_bytes) if is_on_device else on_cpu()
+                memory = self._device.allocate(block.num_bytes)
             except torch.OutOfMemoryError:
-                memory, has_room = on_cpu(), False
-            block.move(memory)
+                has_room = False
+        if block.is_moved:
+            block.move(torch.empty(block.num_bytes, dtype=torch.uint8, device="cpu") if memory is None else memory)
         return has_room
 
     def close(self) -> None:
         """Move all weights to where they were, and release host memory, buffers and hooks. A second call does nothing.
 
         It must not be called while a layer runs. Weights that were moved elsewhere in the meantime (``module.to``) stay
-        there.
-
-        Raises:
-            SwapError: the device has no room for all weights that were there; the rest are on the CPU.
+        there. Raises a ``SwapError`` if the device has no room for all weights; the rest are on the CPU.
         """
         if self._closed:
             return
@@ -257,16 +224,11 @@ class WeightSwap(NotCopied):
     def stats(self) -> WeightStats:
         """Return the figures now, in bytes, calls and ms. Those of memory now are 0 after ``close``."""
         buffers, totals = self._buffers, self._buffers.counters.totals()
+        host_bytes = sum(layer.region.nbytes for layer in self._layers if layer.region is not None)
         return WeightStats(
-            in_bytes=totals.in_bytes,
-            out_bytes=totals.out_bytes,
-            num_late=totals.num_late,
-            wait_ms=totals.wait_ms,
-            host_bytes=sum(layer.region.nbytes for layer in self._layers if layer.region is not None),
-            buffer_bytes=buffers.num_bytes,
-            buffer_peak_bytes=buffers.peak_bytes,
-            stayed_bytes=self._stayed_bytes,
-        )
+            totals.in_bytes, totals.out_bytes, totals.num_late, totals.wait_ms, host_bytes, buffers.num_bytes,
+            buffers.peak_bytes, self._stayed_bytes,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ forward
 

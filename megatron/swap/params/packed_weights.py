@@ -27,21 +27,15 @@ LEAVE_OUT = "Leave that layer out of layers=."
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter or buffer, and how it views its storage.
+    """A parameter or buffer, and how it views its storage."""
 
-    Attributes:
-        name: its full name in the model.
-        tensor: the parameter or buffer.
-        tables: the modules' dicts that refer to it (``_parameters`` or ``_buffers``), each with its name there.
-        data: the expected ``tensor.data``; others may replace it (``module.to``).
-    """
-
-    name: str
+    name: str  # in the model
     tensor: torch.Tensor
+    # The modules' dicts that refer to it (`_parameters` or `_buffers`), each with its name there.
     tables: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.data = self.tensor.data
+        self.data = self.tensor.data  # as expected: others may replace it (``module.to``)
         self._form = (self.data.dtype, self.data.storage_offset(), self.data.size(), self.data.stride())
 
     def on(self, memory: torch.Tensor) -> torch.Tensor:
@@ -62,21 +56,14 @@ class Weight:
 
 @dataclass(eq=False)
 class Block:
-    """A storage of the model, and all weights on it.
+    """A storage of the model, and all weights on it."""
 
-    Attributes:
-        memory: where the bytes are now (uint8).
-        is_moved: whether ``memory`` is not where the model had the bytes.
-        weights: by the ``id`` of the tensor.
-        owners: numbers of the layers that have any of the weights; ``None`` for the rest of the model.
-        is_trained: the model trains, and not all of ``weights`` are frozen parameters.
-    """
-
-    memory: torch.Tensor
-    is_moved: bool = False
-    weights: dict[int, Weight] = field(default_factory=dict)
+    memory: torch.Tensor  # where the bytes are now (uint8)
+    is_moved: bool = False  # `memory` is not where the model had the bytes
+    weights: dict[int, Weight] = field(default_factory=dict)  # by the `id` of the tensor
+    # Numbers of the layers that have any of the weights; None for the rest of the model.
     owners: set[int | None] = field(default_factory=set)
-    is_trained: bool = False
+    is_trained: bool = False  # the model trains, and not all of `weights` are frozen parameters
 
     def __post_init__(self) -> None:
         self.num_bytes = self.memory.numel()
@@ -93,10 +80,7 @@ class Block:
         return [weight.tensor._version for weight in self.weights.values()]
 
     def move(self, memory: torch.Tensor) -> None:
-        """Copy the bytes to ``memory``, and point the weights there, except those that others have moved elsewhere.
-
-        Gradients follow their weights to another device. Afterwards nothing here refers to the previous memory.
-        """
+        """Copy the bytes to ``memory``, and point weights and gradients there, except what others have moved."""
         memory.copy_(self.memory)
         self.memory, self.is_moved = memory, not self.is_moved
         for weight in self.weights.values():
@@ -109,26 +93,17 @@ class Block:
 
 @dataclass(eq=False)
 class Layer:
-    """A layer, and how the blocks that it owns are packed.
+    """A layer, and how the blocks that it owns are packed."""
 
-    Attributes:
-        number: its position among the layers, from 0.
-        blocks: the packed blocks, each with its offset in bytes.
-        weights: all weights of the blocks, in their order.
-        num_bytes: size of the packed blocks, with the gaps between them.
-        region: the host memory of the packed bytes, while they are offloaded.
-        on_host, on_buffers: data of each weight in that memory, and on each device buffer by its number.
-    """
-
-    number: int
+    number: int  # position among the layers, from 0
     module: nn.Module
     name: str
-    blocks: list[tuple[int, Block]] = field(default_factory=list)
-    weights: list[Weight] = field(default_factory=list)
-    num_bytes: int = 0
-    region: HostRegion | None = None
-    on_host: list[torch.Tensor] = field(default_factory=list)
-    on_buffers: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    blocks: list[tuple[int, Block]] = field(default_factory=list)  # each with its offset in bytes
+    weights: list[Weight] = field(default_factory=list)  # of the blocks, in their order
+    num_bytes: int = 0  # of the packed blocks, with the gaps between them
+    region: HostRegion | None = None  # host memory of the packed bytes, while they are offloaded
+    on_host: list[torch.Tensor] = field(default_factory=list)  # data of each weight in that memory
+    on_buffers: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # on each device buffer, by its number
 
     def add(self, block: Block) -> None:
         """Pack ``block`` behind the others."""
@@ -156,11 +131,7 @@ class Layer:
                 weight.put(tensor)
 
     def check_in_place(self) -> None:
-        """Check that nobody has moved the weights elsewhere.
-
-        Raises:
-            SwapError: somebody has.
-        """
+        """Raise a ``SwapError`` if somebody has moved the weights elsewhere."""
         moved = [weight.name for weight in self.weights if not weight.is_in_place()]
         if moved:
             raise SwapError(
@@ -177,11 +148,7 @@ class Layer:
         return self.blocks[bisect_right(self.blocks, offset, key=itemgetter(0)) - 1][1]
 
     def check_can_run(self, training: bool) -> None:
-        """Check that the layer is called for inference, or with ``training`` that its weights are still frozen.
-
-        Raises:
-            UsageError: they are not; or without ``training``, gradients are on, or the layer is in training mode.
-        """
+        """Raise a ``UsageError`` unless weights are frozen in ``training``, or it is an inference in eval mode."""
         if training:
             unfrozen = [weight.name for weight in self.weights if weight.tensor.requires_grad]
             if unfrozen:
@@ -201,11 +168,7 @@ class Layer:
 
 
 def named_layers(module: nn.Module, layers: Iterable[nn.Module], training: bool) -> dict[nn.Module, str]:
-    """Return the layers, each once, with their names in the model. Without ``training`` they are in eval mode.
-
-    Raises:
-        UsageError: the arguments cannot be swapped; the message says why.
-    """
+    """Return the layers with their names, or raise a ``UsageError``. Without ``training`` they are in eval mode."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"swap.weights takes a torch.nn.Module, not {type(module).__name__}.")
     if not isinstance(layers, Iterable):
@@ -229,11 +192,7 @@ def named_layers(module: nn.Module, layers: Iterable[nn.Module], training: bool)
 
 
 def check_eval(layer: nn.Module, name: str) -> None:
-    """Check that ``layer``, called ``name`` in errors, is in eval mode.
-
-    Raises:
-        UsageError: it, or a module inside it, is in training mode.
-    """
+    """Raise a ``UsageError`` if ``layer``, called ``name``, or a module inside it is in training mode."""
     if any(owner.training for owner in layer.modules()):
         raise UsageError(
             f"{name} is in training mode, and its weights are on the device only while it runs: for inference alone. "
@@ -242,13 +201,7 @@ def check_eval(layer: nn.Module, name: str) -> None:
 
 
 def find_blocks(module: nn.Module, chosen: dict[nn.Module, str], device: torch.device, training: bool) -> list[Block]:
-    """Return all storages of the model's weights with their owners, the layers of ``chosen`` by their position.
-
-    With ``training``, a storage ``is_trained`` unless all weights on it are frozen parameters.
-
-    Raises:
-        UsageError: a weight of a layer cannot be moved, or a weight elsewhere cannot be brought to ``device``.
-    """
+    """Return all storages of weights with owners, layers by position, or raise a ``UsageError`` if one is fixed."""
     owners: dict[nn.Module, set[int | None]] = {part: {None} for part in _outside(module, chosen)}
     for number, layer in enumerate(chosen):
         for part in layer.modules():
@@ -293,7 +246,7 @@ def _outside(module: nn.Module, chosen: dict[nn.Module, str]) -> set[nn.Module]:
 
 
 def _obstacle(tensor: torch.Tensor, device: torch.device) -> str | None:
-    """Return why the bytes of ``tensor`` cannot be moved; ``None``: they can."""
+    """Return why the bytes of ``tensor`` cannot be moved, or None if they can."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
         return f"is a {type(tensor).__name__}, which is more than plain memory. {LEAVE_OUT}"
     if tensor.is_meta:

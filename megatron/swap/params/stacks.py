@@ -8,10 +8,7 @@ from torch import nn
 
 
 def stacked(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the children of the outermost ``nn.ModuleList``s and ``nn.Sequential``s in ``module``.
-
-    A list or dictionary of modules among them has no forward: its own children come in its place.
-    """
+    """Yield the children of the outermost module lists and ``nn.Sequential``s; of a list among them, its children."""
     is_stack = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if is_stack and not isinstance(child, nn.ModuleList | nn.ModuleDict):

@@ -27,47 +27,32 @@ from megatron.swap.devices.base import Device, Event, Owner, Stream, bytes_of
 from megatron.swap.engine.overrides import in_backward
 from megatron.swap.params.packed_weights import Layer
 
-NUM_BUFFERS = 2
-"""One holds the weights of the layer that computes while the other is filled."""
+NUM_BUFFERS = 2  # one holds the weights of the layer that computes while the other is filled
 
 
 class Use(Enum):
     """The work that needs a layer's weights."""
 
-    INFERENCE = auto()
-    """Forward without gradients."""
+    INFERENCE = auto()  # forward without gradients
     FORWARD = auto()
-    RECOMPUTATION = auto()
-    """Forward inside a backward: a checkpoint's."""
+    RECOMPUTATION = auto()  # forward inside a backward: a checkpoint's
     BACKWARD = auto()
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Device memory for one layer.
-
-    Attributes:
-        storage: as long as the largest layer.
-        num_owners: references to ``storage`` while only the buffer and its layers' views have any.
-        read: passes when compute has finished with the memory. Copies into the memory wait for that.
-        filled: passes when the copy of ``layer`` is complete; compute waits for that.
-        layer: the layer whose weights are here, or are being copied here.
-        versions: version counters of its weights when they were copied.
-        waited: the stream that has waited for ``filled``.
-        in_use: the weights of ``layer`` point here.
-        is_running: ``layer`` runs forward, so nothing else may be copied here.
-    """
+    """Device memory for one layer."""
 
     number: int
-    storage: torch.UntypedStorage
-    read: Event
-    filled: Event
-    num_owners: int = 0
-    layer: Layer | None = None
-    versions: list[int] = field(default_factory=list)
-    waited: Stream | None = None
-    in_use: bool = False
-    is_running: bool = False
+    storage: torch.UntypedStorage  # as long as the largest layer
+    read: Event  # passes when compute has finished with the memory; copies into it wait for that
+    filled: Event  # passes when the copy of `layer` is complete; compute waits for that
+    num_owners: int = 0  # references to `storage` while only the buffer and its layers' views have any
+    layer: Layer | None = None  # whose weights are here, or are being copied here
+    versions: list[int] = field(default_factory=list)  # version counters of its weights when they were copied
+    waited: Stream | None = None  # has waited for `filled`
+    in_use: bool = False  # the weights of `layer` point here
+    is_running: bool = False  # `layer` runs forward, so nothing else may be copied here
 
     @property
     def is_viewed(self) -> bool:
@@ -76,20 +61,11 @@ class Buffer:
 
 
 class WeightBuffers:
-    """Buffers on ``device`` for the weights of ``layers``, whose bytes are in host memory.
-
-    Args:
-        device: its compute stream is the one that is current when a layer is needed.
-        layers: in the order in which they first run.
-
-    Attributes:
-        counters: of copies, late layers and waits.
-        peak_bytes: most device memory at once, with memory that was left to others.
-    """
+    """Buffers on ``device`` for ``layers``, in the order in which they first run, whose bytes are in host memory."""
 
     def __init__(self, device: Device, layers: list[Layer]) -> None:
-        self.counters = Counters()
-        self.peak_bytes = 0
+        self.counters = Counters()  # of copies, late layers and waits
+        self.peak_bytes = 0  # most device memory at once, with memory that was left to others
         self._device = device
         self._layers = layers
         self._lane = device.copier.lane("in", Owner.WEIGHTS)
@@ -103,11 +79,7 @@ class WeightBuffers:
         self._before = self._now = (layers[-1], Use.INFERENCE)
 
     def begin(self) -> None:
-        """Allocate the buffers, and prefetch the first layer.
-
-        Raises:
-            torch.OutOfMemoryError: there is no room.
-        """
+        """Allocate the buffers, and prefetch the first layer. Raises a ``torch.OutOfMemoryError`` without room."""
         for number in range(min(NUM_BUFFERS, len(self._layers))):
             storage, event = self._allocate()
             self._buffers.append(Buffer(number, storage, read=event, filled=event))
@@ -129,8 +101,9 @@ class WeightBuffers:
         buffer.num_owners = _num_references(buffer.storage)
 
     def _note_peak(self) -> None:
-        self._left = [left for left in self._left if left() is not None]
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes + sum(_nbytes(left()) for left in self._left))
+        left = [storage for reference in self._left if (storage := reference()) is not None]
+        self._left = list(map(weakref.ref, left))
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes + sum(storage.nbytes() for storage in left))
 
     @property
     def num_bytes(self) -> int:
@@ -158,11 +131,7 @@ class WeightBuffers:
         return next((buffer for buffer in self._buffers if buffer.storage._cdata == storage._cdata), None)
 
     def _need(self, layer: Layer, use: Use) -> Buffer:
-        """Return a buffer with the weights of ``layer``, for which compute waits. Prefetch the layer that follows.
-
-        Raises:
-            SwapError: all buffers hold layers that run.
-        """
+        """Return a buffer with the weights of ``layer``, for which compute waits. Prefetch the layer that follows."""
         buffer = self.holding(layer)
         if buffer is None or (not buffer.in_use and buffer.versions != layer.versions()):  # written since the copy
             buffer = buffer or self._free_buffer()
@@ -185,11 +154,7 @@ class WeightBuffers:
         return buffer
 
     def begin_forward(self, layer: Layer, use: Use) -> None:
-        """Point the weights of ``layer`` to a buffer, for which compute waits. In a backward they stay there.
-
-        Raises:
-            SwapError: all buffers hold layers that run, or others have moved the weights.
-        """
+        """Point weights to a buffer, for which compute waits, or raise a ``SwapError`` if none is free."""
         self._put(layer, use).is_running = True
 
     def end_forward(self, buffer: Buffer) -> None:
@@ -199,13 +164,7 @@ class WeightBuffers:
             self.end_use(buffer)
 
     def begin_backward(self, layer: Layer) -> Buffer:
-        """Point the weights of ``layer``, which a backward enters, to a buffer, for which compute waits. Return it.
-
-        Each unpack of a weight calls it too, where the weights mostly are in place.
-
-        Raises:
-            SwapError: as ``begin_forward``.
-        """
+        """Do as ``begin_forward`` where backward enters ``layer``, or unpacks a weight. Return the buffer."""
         return self._put(layer, Use.BACKWARD)
 
     def _put(self, layer: Layer, use: Use) -> Buffer:
@@ -286,7 +245,3 @@ class WeightBuffers:
 
 def _num_references(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
-
-
-def _nbytes(storage: torch.UntypedStorage | None) -> int:
-    return 0 if storage is None else storage.nbytes()

@@ -54,10 +54,7 @@ class SwappedStorage:
 
 
 class StorageMover:
-    """Moves the storages of one device. A method does nothing to a storage that is in the wanted state already.
-
-    Any thread may call it: autograd runs a backward on threads of its own.
-    """
+    """Moves the storages of one device, on any thread. A storage in the wanted state already stays as it is."""
 
     def __init__(
         self, device: torch.device, pool: HostPool, transfers: Transfers | DirectTransfers, access: StorageAccess
@@ -93,10 +90,7 @@ class StorageMover:
     # ------------------------------------------------------------------ offload and reload
 
     def offload(self, storage: torch.UntypedStorage, *, ahead: bool) -> None:
-        """Begin to offload ``storage``, ``ahead`` of queued copies or behind them. Finish its reload first.
-
-        Raises a ``HostMemoryError`` without room, and a ``SwapError`` if a C++ operator is using the storage.
-        """
+        """Begin to offload, ``ahead`` of queued copies or behind. Raises an error without room, or while in use."""
         with self._lock:
             entry = self._entries.get(storage._cdata)
             if entry is not None and entry.state is TransferState.RELOADING:
@@ -123,10 +117,7 @@ class StorageMover:
             self._offloading.move_to_end(storage._cdata, last=not is_ahead)
 
     def begin_reload(self, storage: torch.UntypedStorage) -> None:
-        """Give ``storage`` device memory, and begin to reload it behind queued copies. Recall it if OFFLOADING.
-
-        Raises a ``torch.OutOfMemoryError`` without room. The storage stays offloaded.
-        """
+        """Begin to reload behind queued copies, or recall. Raises a ``torch.OutOfMemoryError`` without room."""
         with self._lock:
             entry = self._entries.get(storage._cdata)
             if entry is not None and entry.state is TransferState.OFFLOADING:
@@ -135,10 +126,7 @@ class StorageMover:
                 self._begin_reload(entry, storage, ahead=False)
 
     def require(self, storage: torch.UntypedStorage) -> None:
-        """Reload ``storage`` ahead of queued copies. Later work of the caller's stream finds it on the device.
-
-        Raises a ``torch.OutOfMemoryError``, or the error of a failed copy. The storage stays offloaded.
-        """
+        """Reload ``storage`` ahead of queued copies, for the caller's stream. If that fails it stays offloaded."""
         with self._lock:
             entry = self._entries.get(storage._cdata)
             if entry is None:
@@ -154,10 +142,7 @@ class StorageMover:
             self._finish_reload(entry)
 
     def reload(self, address: int) -> bool:
-        """Reload the storage whose ``StorageImpl`` is at ``address``, for a C++ operator. False for unknown storages.
-
-        Raises as ``require``.
-        """
+        """Reload the storage whose ``StorageImpl`` is at ``address``. Return False if it is unknown."""
         entry = self._entries.get(address)
         storage = None if entry is None or entry.reference is None else entry.reference()
         if storage is not None:
@@ -189,10 +174,7 @@ class StorageMover:
     # ------------------------------------------------------------------ wait
 
     def poll(self) -> None:
-        """Finish the copies that are over: release device memory of offloads and host memory of reloads.
-
-        Never waits. ``wait`` and ``wait_offloaded`` raise the failures.
-        """
+        """Finish the copies that are over. Never waits. ``wait`` and ``wait_offloaded`` raise the failures."""
         with self._lock:
             for under_way, step in ((self._offloading, self._finish_offload), (self._reloading, self._finish_reload)):
                 while under_way:
@@ -204,24 +186,23 @@ class StorageMover:
             self._reap()
 
     def wait_offloaded(self) -> None:
-        """Wait until no storage is being offloaded.
-
-        Raises the error of a failed copy, when all are over. Its storage stays on the device.
-        """
-        for entry in list(self._offloading.values()):
-            self._try(partial(self._finish_offload, entry))
+        """Wait for all offloads. Raises the error of a failed copy, whose storage stays on the device."""
+        self._finish_offloads()
         self._raise_first()
 
     def wait(self) -> None:
         """Wait until no copy is queued or under way. Raises the error of a failed copy, when all are over."""
-        for entry in list(self._offloading.values()):
-            self._try(partial(self._finish_offload, entry))
+        self._finish_offloads()
         for entry in list(self._reloading.values()):
             self._try(partial(self._finish_reload, entry))
         with self._lock:
             while self._draining:
                 self._finish(self._draining.popleft())
         self._raise_first()
+
+    def _finish_offloads(self) -> None:
+        for entry in list(self._offloading.values()):
+            self._try(partial(self._finish_offload, entry))
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
@@ -316,8 +297,7 @@ class StorageMover:
         except torch.OutOfMemoryError:
             if not self._offloading:
                 raise
-            for offloading in list(self._offloading.values()):  # their end releases device memory
-                self._try(partial(self._finish_offload, offloading))
+            self._finish_offloads()  # their end releases device memory
             storage.resize_(num_bytes)
 
     def _finish_reload(self, entry: SwappedStorage) -> None:

@@ -26,7 +26,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -67,8 +66,7 @@ class TensorSwap:
         device: the device of the tensors; by default the current GPU, or the CPU where there is none.
         queue: class of the transfer queues. Where the default cannot be built, copies begin at once instead.
 
-    Raises:
-        UsageError: ``host_gib`` or ``device`` cannot work.
+    Raises a ``UsageError`` if ``host_gib`` or ``device`` cannot work.
     """
 
     def __init__(
@@ -95,9 +93,7 @@ class TensorSwap:
             raise SwapError("TensorSwap is open already: close it first, or make another one")
         on_gpu = self.device.type == "cuda"
         index = self.device.index if on_gpu else None
-        self._pool = HostPool(
-            limit=int(self._host_gib * GIB), pinned=on_gpu, slab_bytes=SLAB_BYTES, device=index
-        )
+        self._pool = HostPool(limit=int(self._host_gib * GIB), pinned=on_gpu, slab_bytes=SLAB_BYTES, device=index)
         make_queue = self._make_queue
         self._transfers = Transfers(self.device, make_queue) if make_queue else DirectTransfers(self.device)
         self._mover = StorageMover(self.device, self._pool, self._transfers, self._access)
@@ -143,9 +139,7 @@ class TensorSwap:
     def __enter__(self) -> TensorSwap:
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ offload
@@ -174,9 +168,7 @@ class TensorSwap:
     def wait_swapped_out(self) -> None:
         """Wait until all tensors that are being offloaded have released their device memory.
 
-        Raises:
-            SwapError: not open.
-            Exception: the error of a failed copy, when all are over. Its tensor stays on the device.
+        Raises the error of a failed copy, when all are over. Its tensor stays on the device.
         """
         self._check_open()
         self._mover.wait_offloaded()
@@ -184,10 +176,7 @@ class TensorSwap:
     # ------------------------------------------------------------------ reload
 
     def queue_prefetch(self, *tensors: torch.Tensor) -> None:
-        """Record that ``tensors`` are needed next, in this order, until ``start_prefetches``. Skip those on the device.
-
-        Raises: as ``swap_out``.
-        """
+        """Record that ``tensors`` are needed next, in this order. Skip those on the device. Raises as ``swap_out``."""
         for storage in self._storages(tensors):
             if self._mover.state(storage) is not None:
                 self._wanted.append(weakref.ref(storage))
@@ -195,9 +184,7 @@ class TensorSwap:
     def start_prefetches(self) -> None:
         """Give all recorded tensors device memory, and begin to reload them in order.
 
-        Raises:
-            SwapError: not open.
-            torch.OutOfMemoryError: there is no room for a tensor. This tensor and all behind it remain recorded.
+        Raises a ``torch.OutOfMemoryError`` without room for a tensor. This tensor and all behind it remain recorded.
         """
         self._check_open()
         while self._wanted:
@@ -209,28 +196,20 @@ class TensorSwap:
     def cancel(self, *tensors: torch.Tensor) -> None:
         """Withdraw offloads and prefetches of ``tensors`` that have not begun. Copies under way go on.
 
-        Raises:
-            UsageError: a tensor cannot be swapped; nothing was withdrawn.
-            SwapError: not open, or stopped.
+        Raises a ``UsageError`` if a tensor cannot be swapped; nothing was withdrawn.
         """
         for storage in self._storages(tensors):
             self._wanted = [wanted for wanted in self._wanted if wanted() is not storage]
             self._mover.cancel(storage)
 
     def wait(self) -> None:
-        """Start recorded prefetches, and wait until no copy is queued or under way in either direction.
-
-        Raises: the error of a failed copy, when all are over.
-        """
+        """Start recorded prefetches, and wait until no copy is queued or under way. Raises as ``wait_swapped_out``."""
         self._check_open()
         self.start_prefetches()
         self._mover.wait()
 
     def stop(self) -> None:
-        """Accept no more tensors, and finish queued copies. Offloaded tensors are reloaded on use, or by ``close``.
-
-        Raises: as ``wait``.
-        """
+        """Accept no more tensors, and finish queued copies as ``wait``. Others are reloaded on use, or by ``close``."""
         self._check_open()
         self._accepts = False
         self._wanted.clear()
@@ -239,9 +218,7 @@ class TensorSwap:
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
         """Reload ``tensor`` for a use that the dispatcher cannot see, and return it. It stays until offloaded again.
 
-        Raises:
-            SwapError: not open.
-            torch.OutOfMemoryError: there is no room for it.
+        Raises a ``torch.OutOfMemoryError`` if there is no room for it.
         """
         self._check_open()
         self._before_use([tensor])
@@ -291,12 +268,8 @@ class TensorSwap:
         self._check_open()
         if not self._accepts:
             raise SwapError("TensorSwap was stopped: it takes no more tensors. Open another one.")
-        found = {}
-        for tensor in tensors:
-            storage = self._storage_of(tensor)
-            if storage is not None:
-                found[storage._cdata] = storage
-        return list(found.values())
+        storages = map(self._storage_of, tensors)
+        return list({storage._cdata: storage for storage in storages if storage is not None}.values())
 
     def _storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         if not isinstance(tensor, torch.Tensor):

@@ -94,12 +94,8 @@ class Transfers:
             if stream is None or events is None:
                 job.append(HostCopy(target, source, num_bytes))
             else:
-                job.append(
-                    CudaCopy(
-                        target, source, num_bytes, stream.cuda_stream, events.before.cuda_event,
-                        events.done.cuda_event, stream.device.index,
-                    )
-                )  # fmt: skip
+                on_stream = stream.cuda_stream, events.before.cuda_event, events.done.cuda_event, stream.device.index
+                job.append(CudaCopy(target, source, num_bytes, *on_stream))
             address += num_bytes
         return Transfer(self._queues[way], job, storage, lease, events)
 

@@ -18,7 +18,6 @@ from megatron.swap.memory import host_memory
 from megatron.swap.memory.host_memory import (
     HostMemoryError,
     HostRegion,
-    PinStrategy,
     available_host_bytes,
     check_host_request,
     pci_numa_node,
@@ -153,6 +152,7 @@ class FakeCudart:
         self.num_calls = 0
         self.synchronized: list[int] = []
         self._refuse = refuse
+        monkeypatch.setattr(host_memory, "gpu_numa_node", lambda device: None)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronized.append)
@@ -182,33 +182,34 @@ class FakeCudart:
 
 AT_EXIT = """
 from megatron.swap.memory.host_memory import HostRegion
-region, dropped = (HostRegion(1 << 20, huge_pages=False, numa_node=None) for _ in range(2))
+region, dropped = (HostRegion(1 << 20, numa_node=None) for _ in range(2))
 region._mapping.device = dropped._mapping.device = 0
 del dropped
 """
 
 
 class TestRegions:
-    @pytest.mark.parametrize("touch", ["pages", "populate", "memset"])
-    @pytest.mark.parametrize("huge_pages", [False, True])
-    def test_touching_makes_every_page_resident(self, touch, huge_pages):
-        strategy = PinStrategy(touch=touch, touch_threads=3, huge_pages=huge_pages, chunk_bytes=3 * MIB)
+    def test_touching_makes_every_page_resident(self, monkeypatch):
+        FakeCudart(monkeypatch)
+        monkeypatch.setattr(host_memory, "TOUCH_BYTES", 3 * MIB)
         before = resident_bytes()
-        regions, times = prepare_regions([32 * MIB, 33 * MIB], strategy=strategy, device=None, numa_node=None)
+        regions, times = prepare_regions([32 * MIB, 33 * MIB], device=0)
         assert resident_bytes() - before >= 60 * MIB
         assert [region.tensor.numel() for region in regions] == [32 * MIB, 33 * MIB]
         assert not any(region.tensor.any() for region in regions)
         assert 0 < times.touch_s <= times.total_s
+        for region in regions:
+            region.unregister()
 
     def test_untouched(self):
         before = resident_bytes()
-        regions, _ = prepare_regions([256 * MIB], strategy=PinStrategy(touch="none"), device=None, numa_node=None)
+        regions, _ = prepare_regions([256 * MIB], device=None)
         assert resident_bytes() - before < 128 * MIB
         assert regions[0].tensor.numel() == 256 * MIB
 
     def test_registers_whole_regions_for_the_device(self, monkeypatch):
         cudart = FakeCudart(monkeypatch)
-        regions, _ = prepare_regions([MIB] * 5, strategy=PinStrategy(), device=3, numa_node=None)
+        regions, _ = prepare_regions([MIB] * 5, device=3)
         assert cudart.registered == {region.address: MIB for region in regions}
         assert set(cudart.devices) == {3}
         for region in regions:
@@ -218,14 +219,14 @@ class TestRegions:
 
     def test_a_refused_mapping_or_registration_undoes_the_others(self, monkeypatch):
         with pytest.raises(HostMemoryError, match=r"the system refused .*--swap-host-gib"):
-            prepare_regions([1 << 60], strategy=PinStrategy(), device=None, numa_node=None)
+            prepare_regions([1 << 60], device=None)
         cudart = FakeCudart(monkeypatch, refuse=3)
         with pytest.raises(HostMemoryError, match=r"cudaHostRegister refused 1.00 MiB .*--swap-host-gib"):
-            prepare_regions([MIB] * 5, strategy=PinStrategy(register_threads=1), device=0, numa_node=None)
+            prepare_regions([MIB] * 5, device=0)
         assert cudart.registered == {}
 
     def test_mapping_lives_as_long_as_a_view(self):
-        region = HostRegion(64 * MIB, huge_pages=False, numa_node=None)
+        region = HostRegion(64 * MIB)
         address = region.address + 32 * MIB
         view = region.tensor[32 * MIB :]
         del region
@@ -239,7 +240,7 @@ class TestRegions:
     def test_dropped_while_registered(self, monkeypatch):
         """The registration ends when no tensor is left and the device is idle, and before the unmapping."""
         cudart = FakeCudart(monkeypatch)
-        regions, _ = prepare_regions([MIB] * 2, strategy=PinStrategy(), device=1, numa_node=None)
+        regions, _ = prepare_regions([MIB] * 2, device=1)
         viewed, other = (region.address for region in regions)
         view = regions[0].tensor[5:]
         del regions
@@ -257,22 +258,22 @@ class TestRegions:
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         cudart = FakeCudart(monkeypatch)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: where == "capture")
-        regions, _ = prepare_regions([MIB] * 3, strategy=PinStrategy(), device=1, numa_node=None)
+        regions, _ = prepare_regions([MIB] * 3, device=1)
         viewed, *others = (region.address for region in regions)
         view = regions[0].tensor[5:]
         del regions
         gc.collect()
         assert set(cudart.registered) == {viewed, *others}
         assert cudart.synchronized == [], "a finalizer waits for nothing"
-        other_device, _ = prepare_regions([MIB], strategy=PinStrategy(), device=0, numa_node=None)
+        other_device, _ = prepare_regions([MIB], device=0)
         assert cudart.registered.keys() >= {viewed, *others}
         for number in range(3):
-            regions, _ = prepare_regions([MIB] * 2, strategy=PinStrategy(), device=1, numa_node=None)
+            regions, _ = prepare_regions([MIB] * 2, device=1)
             assert cudart.synchronized == [1] * (number + 1)
             assert set(cudart.registered) == {viewed, other_device[0].address, *(region.address for region in regions)}
             del regions
         del view
-        regions, _ = prepare_regions([MIB], strategy=PinStrategy(), device=1, numa_node=None)
+        regions, _ = prepare_regions([MIB], device=1)
         for region in (*regions, *other_device):
             region.unregister()
         assert cudart.registered == {}
@@ -284,7 +285,7 @@ class TestRegions:
 
     @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
     def test_a_forked_child_does_not_share_the_pages(self):
-        region = HostRegion(MIB, huge_pages=False, numa_node=None)
+        region = HostRegion(MIB)
         region.tensor.fill_(5)
         child = os.fork()
         if child == 0:  # zeros (wiped) or a fault (not inherited on old kernels), but never the parent's bytes

@@ -12,14 +12,12 @@ import torch
 
 from megatron.swap.common.types import MIB
 from megatron.swap.memory import host_pool
-from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError, PinStrategy, PrepareTimes
+from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError, PrepareTimes
 from megatron.swap.memory.host_pool import Extent, HostPool, LeaseError
-
-UNTOUCHED = PinStrategy(touch="none", huge_pages=False)
 
 
 def make_pool(limit: int = 64 * MIB, slab_bytes: int = 16 * MIB, **options) -> HostPool:
-    return HostPool(limit=limit, slab_bytes=slab_bytes, pinned=False, strategy=UNTOUCHED, **options)
+    return HostPool(limit=limit, slab_bytes=slab_bytes, pinned=False, **options)
 
 
 def free_blocks(pool: HostPool) -> list[Extent]:

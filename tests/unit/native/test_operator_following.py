@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.swap.native.operator_following import Following, OperatorLibrary, load_operators
+from megatron.swap.native.operator_following import Following, load_operators
 from megatron.swap.operators.following import _resolve
 from megatron.swap.operators.kinds import Kind, kind_of
 
@@ -19,7 +19,7 @@ VALUE = torch.arange(12.0).view(3, 4)
 
 
 @pytest.fixture(scope="module")
-def native() -> OperatorLibrary:
+def native() -> Any:
     operators = load_operators()
     if operators is None:
         pytest.skip("needs a compiler")
@@ -43,7 +43,7 @@ class Seen(TorchDispatchMode):
 class Followed:
     """A run that is followed along ``operators``, or without a sequence; notes the reports."""
 
-    def __init__(self, native: OperatorLibrary, operators: list[Any] | None, wanted: list[bool] | None = None) -> None:
+    def __init__(self, native: Any, operators: list[Any] | None, wanted: list[bool] | None = None) -> None:
         sequence = None
         if operators is not None:
             names = [(one._schema.name, one._schema.overload_name) for one in operators]
@@ -85,7 +85,7 @@ def mixed(value: torch.Tensor) -> torch.Tensor:
     return near.sum([0, 1], dtype=torch.float32) + torch.zeros((), dtype=torch.float32)
 
 
-def test_what_is_reported_is_what_a_mode_sees(native: OperatorLibrary) -> None:
+def test_what_is_reported_is_what_a_mode_sees(native: Any) -> None:
     with Seen() as seen:
         expected = mixed(VALUE)
     operators = [call[0] for call in seen.calls]
@@ -106,7 +106,7 @@ def test_what_is_reported_is_what_a_mode_sees(native: OperatorLibrary) -> None:
             assert {*given[1]} == {*options}
 
 
-def test_tensors_are_those_of_the_caller(native: OperatorLibrary) -> None:
+def test_tensors_are_those_of_the_caller(native: Any) -> None:
     weight = torch.ones(4, requires_grad=True)
     with Followed(native, [aten.mul.Tensor, aten.exp.default]) as followed:
         made = (VALUE * weight).exp()
@@ -119,7 +119,7 @@ def test_tensors_are_those_of_the_caller(native: OperatorLibrary) -> None:
 
 
 @pytest.mark.parametrize("other", [lambda: VALUE.cos(), lambda: VALUE.clone().mul_(2), lambda: None])
-def test_other_operators_are_noticed(native: OperatorLibrary, other: Callable[[], object]) -> None:
+def test_other_operators_are_noticed(native: Any, other: Callable[[], object]) -> None:
     with Followed(native, [aten.exp.default, aten.sin.default]) as followed:
         VALUE.exp()
         other()
@@ -130,7 +130,7 @@ def test_other_operators_are_noticed(native: OperatorLibrary, other: Callable[[]
 
 
 def test_only_wanted_operators_are_reported_and_those_of_a_report_and_unfollowed_ones_do_not_count(
-    native: OperatorLibrary,
+    native: Any,
 ) -> None:
     with Followed(native, [aten.exp.default] * 4, [False, True, False, True]) as followed:
         for _ in range(4):
@@ -149,7 +149,7 @@ def test_only_wanted_operators_are_reported_and_those_of_a_report_and_unfollowed
     assert (following.is_as_expected, len(reports)) == (True, 1)
 
 
-def test_an_error_in_a_report_comes_out_of_the_operator(native: OperatorLibrary) -> None:
+def test_an_error_in_a_report_comes_out_of_the_operator(native: Any) -> None:
     def fail(*_: object) -> None:
         raise KeyError("of a report")
 
@@ -163,7 +163,7 @@ def test_an_error_in_a_report_comes_out_of_the_operator(native: OperatorLibrary)
     VALUE.exp()
 
 
-def test_other_threads_are_not_followed_and_runs_nest(native: OperatorLibrary) -> None:
+def test_other_threads_are_not_followed_and_runs_nest(native: Any) -> None:
     with Followed(native, [aten.exp.default, aten.sin.default]) as outer:
         thread = threading.Thread(target=lambda: VALUE.cos())
         thread.start()
@@ -176,7 +176,7 @@ def test_other_threads_are_not_followed_and_runs_nest(native: OperatorLibrary) -
     assert outer.is_as_expected
 
 
-def test_modes_and_transforms_within_a_run_work_as_ever(native: OperatorLibrary) -> None:
+def test_modes_and_transforms_within_a_run_work_as_ever(native: Any) -> None:
     def slope(value: torch.Tensor) -> torch.Tensor:
         return torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(value)
 
@@ -189,7 +189,7 @@ def test_modes_and_transforms_within_a_run_work_as_ever(native: OperatorLibrary)
         assert torch.equal(VALUE.sin().mul_(2), 2 * VALUE.sin())
 
 
-def test_modes_of_the_layer_are_noticed_and_those_around_it_are_none_of_its(native: OperatorLibrary) -> None:
+def test_modes_of_the_layer_are_noticed_and_those_around_it_are_none_of_its(native: Any) -> None:
     """Behind a mode that begins within the layer arguments may be others than those that are seen here."""
     for operators in (None, [aten.exp.default, aten.sin.default]):
         with Followed(native, operators) as followed:
@@ -206,7 +206,7 @@ def test_modes_of_the_layer_are_noticed_and_those_around_it_are_none_of_its(nati
         assert len(followed.calls) == len(seen.calls) == 2
 
 
-def test_an_operator_that_fails_does_not_count(native: OperatorLibrary) -> None:
+def test_an_operator_that_fails_does_not_count(native: Any) -> None:
     five = torch.ones(5)
     with Followed(native, [aten.add.Tensor, aten.exp.default]) as followed:
         with pytest.raises(RuntimeError, match="size of tensor a"):
@@ -228,7 +228,7 @@ def doubled_elsewhere(value: torch.Tensor) -> torch.Tensor:
     return torch.jit.wait(torch.jit.fork(doubled, value))
 
 
-def test_operators_in_threads_that_torch_passes_the_key_to_are_noticed(native: OperatorLibrary) -> None:
+def test_operators_in_threads_that_torch_passes_the_key_to_are_noticed(native: Any) -> None:
     """As those of a backward within the layer are, on a GPU."""
     with Followed(native, None) as followed:
         VALUE.exp()
@@ -239,7 +239,7 @@ def test_operators_in_threads_that_torch_passes_the_key_to_are_noticed(native: O
     assert followed.saw_all
 
 
-def test_a_gradient_within_the_run_is_noticed(native: OperatorLibrary) -> None:
+def test_a_gradient_within_the_run_is_noticed(native: Any) -> None:
     """Autograd adds gradients in place where nobody else holds them: its operators are not always the same."""
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * 2).sum()
@@ -250,7 +250,7 @@ def test_a_gradient_within_the_run_is_noticed(native: OperatorLibrary) -> None:
     assert followed.names[:1] == [aten.exp.default]
 
 
-def test_an_operator_that_is_registered_again_is_another(native: OperatorLibrary) -> None:
+def test_an_operator_that_is_registered_again_is_another(native: Any) -> None:
     def register(kernel: Callable[[torch.Tensor], torch.Tensor]) -> torch.library.Library:
         library = torch.library.Library("megatron_swap_test", "DEF")
         library.define("made(Tensor value) -> Tensor")
@@ -271,7 +271,7 @@ def test_an_operator_that_is_registered_again_is_another(native: OperatorLibrary
     second._destroy()
 
 
-def test_in_a_report_nothing_is_cast(native: OperatorLibrary) -> None:
+def test_in_a_report_nothing_is_cast(native: Any) -> None:
     """What autocast casts is cast already, and an operator that it leaves alone computes the same without it."""
     is_on: list[bool] = []
     following = native.Following(None, lambda *_: is_on.append(torch.is_autocast_enabled("cpu")), _resolve)
@@ -283,14 +283,14 @@ def test_in_a_report_nothing_is_cast(native: OperatorLibrary) -> None:
     assert not any(is_on)
 
 
-def test_operators_that_take_functions_pass(native: OperatorLibrary) -> None:
+def test_operators_that_take_functions_pass(native: Any) -> None:
     with Followed(native, None) as followed:
         made = torch.ops.higher_order.cond(True, lambda value: value.sin(), lambda value: value.cos(), (VALUE,))
     assert torch.equal(made[0] if isinstance(made, tuple) else made, VALUE.sin())
     assert followed.names == [aten.sin.default]
 
 
-def test_wrong_flags_and_a_second_beginning_are_refused(native: OperatorLibrary) -> None:
+def test_wrong_flags_and_a_second_beginning_are_refused(native: Any) -> None:
     with pytest.raises(RuntimeError, match="1 operators, and 2 flags"):
         native.Sequence([("aten::exp", "")], [True, False])
     following = native.Following(None, print, _resolve)

@@ -37,11 +37,9 @@ class Slot(Protocol):
     @property
     def fence(self) -> int:
         """The fence of the last read by previous owners of this memory; 0 if there was none."""
-        ...
 
     def free(self, fence: int = 0) -> None:
         """Return the room to the tier. ``fence`` is that of the last enqueued read of it; 0 if there was none."""
-        ...
 
 
 @dataclass(frozen=True)

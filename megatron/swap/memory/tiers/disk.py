@@ -41,12 +41,7 @@ class DiskSlot:
 
 
 class DiskTier(Tier):
-    """A tier whose slots are room of ``disk``, which stays open when the tier is closed.
-
-    Args:
-        buffer_bytes: size of each of the ``NUM_STAGED`` buffers in host memory.
-        pinned: register the buffers with CUDA.
-    """
+    """A tier of room on ``disk``, which it does not close, through buffers of ``buffer_bytes``, ``pinned`` or not."""
 
     def __init__(self, disk: DiskFile, buffer_bytes: int, pinned: bool) -> None:
         self._disk = disk

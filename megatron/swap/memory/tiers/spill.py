@@ -20,10 +20,7 @@ LOOK_AHEAD = 64  # next slots that are searched for slots on disk; the search ru
 
 
 def spill_tier(host: HostTier, disk: DiskFile, buffer_bytes: int) -> SpillTier:
-    """Put ``disk`` behind ``host``, with pinned buffers of ``buffer_bytes`` each, which the budget reserves.
-
-    Raises a ``HostMemoryError`` if the budget or the machine has no room for the buffers.
-    """
+    """Put ``disk`` behind ``host``, with buffers that the budget reserves, or raise a ``HostMemoryError``."""
     host.pool.budget.reserve("disk buffers", staging_bytes(buffer_bytes))
     return SpillTier(host, DiskTier(disk, buffer_bytes, host.pool.pinned))
 
