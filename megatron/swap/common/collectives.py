@@ -1,7 +1,5 @@
 """This rank among all, and collectives at the end of a run, over the run's default process group."""
 
-from __future__ import annotations
-
 import torch
 
 
@@ -10,12 +8,6 @@ def rank_and_world_size() -> tuple[int, int]:
     if not torch.distributed.is_initialized():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def is_last_rank() -> bool:
-    """Whether this is the last rank of the run, whose log Megatron prints."""
-    rank, world_size = rank_and_world_size()
-    return rank == world_size - 1
 
 
 def gather[T](item: T) -> list[T] | None:
