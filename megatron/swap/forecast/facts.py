@@ -1,7 +1,5 @@
 """Facts of a Megatron run that planning, checks and offloading need, whether read from flags or from a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
