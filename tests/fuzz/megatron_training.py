@@ -40,7 +40,6 @@ from megatron.swap.attention import sdpa_layer_spec  # noqa: E402
 from megatron.swap.megatron_lm.optimizer_adapter import unchained  # noqa: E402
 from megatron.swap.patches import registry  # noqa: E402
 from megatron.swap.session import SwapSession  # noqa: E402
-from megatron.swap.trainer.report import report_of  # noqa: E402
 from tests.fuzz.records import Record  # noqa: E402
 
 registry.source_hash = functools.cache(registry.source_hash)  # else a tenth of a training's time
@@ -274,7 +273,7 @@ def _recorded(trained: Trained, sessions: list[SwapSession]) -> Iterator[None]:
 
 def figures_of(session: SwapSession) -> dict[str, float]:
     """Return what a session has moved so far."""
-    report = report_of(session.step_log.records, session.run_device, session.parts, session.optimizer_swap)
+    report = session._report()
     moved = [step.moved for step in report.steps]
     return {
         "offloaded_bytes": sum(step.out_bytes for step in moved),

@@ -126,7 +126,6 @@ def report_kernel() -> str | None:
 
 
 def report_problems(problems: dict[str, str], what: str) -> None:
-    """Print which modules cannot be imported, why, and what to install."""
     say(f"error: {sys.executable} cannot run Megatron Swap; it lacks")
     for name, problem in problems.items():
         say(f"  {name}: {problem}")

@@ -1,7 +1,5 @@
 """The entry point `megatron-swap COMMAND …`. Each command is a module of this package with a `main`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 
@@ -20,8 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     options = parser.parse_args(arguments)
-    # Imported here, because doctor must run without the planner's scipy.
-    if options.command == "plan":
+    if options.command == "plan":  # imported here, because doctor must run without the planner's scipy
         try:
             from megatron.swap.cli.plan import main as command
         except ModuleNotFoundError as error:

@@ -19,8 +19,6 @@ has the rows nothing, checkpointing and planned, and swap.activations in the loo
 is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -177,7 +175,6 @@ def plan(options: argparse.Namespace, own: Collection[str] = ()) -> bool:
 
 
 def _plan_training(options: argparse.Namespace, training: Training) -> bool:
-    """Plan a run from its flags. Return whether something fits."""
     training = _of_sizes(training, options)
     stages = training.model.pipeline_parallel
     per_host = options.gpus_per_host or min(training.num_gpus, MAX_PER_HOST)
@@ -258,7 +255,6 @@ def _of_sizes(training: Training, options: argparse.Namespace) -> Training:
 
 
 def _plan_profile(options: argparse.Namespace) -> bool:
-    """Plan a run from its profile. Return whether something fits."""
     profile = load_profile(options.profile)
     if options.host_gib is not None:
         profile = replace(profile, host_gib=options.host_gib)
@@ -278,7 +274,6 @@ def _plan_profile(options: argparse.Namespace) -> bool:
 
 
 def _plan_hf(options: argparse.Namespace) -> bool:
-    """Plan a Hugging Face model from its config file. Return whether something fits."""
     from megatron.swap.cli.plan_hf import plan_model  # imports torch, which other plans do not need
 
     made = plan_model(options)

@@ -1,7 +1,5 @@
 """The options of a Hugging Face model that no GPU has run, from its config file: no weights, no download, no GPU."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +26,6 @@ from megatron.swap.forecast.options import CHECKPOINTING, NOTHING, Option, best,
 
 @dataclass(frozen=True)
 class HfPlan:
-    """The options of a model."""
-
     found: Sequence[Option]  # the simplest first; the last one is planned
     chosen: Option | None  # the fastest that fits, or a simpler one that is nearly as fast, or None
     on: str  # the budget and the GPU, for people
@@ -41,12 +37,9 @@ class HfPlan:
 def plan_model(options: argparse.Namespace) -> HfPlan:
     """Run steps of the model dry, with nothing and with checkpointing, and plan, or raise ``UsageError``."""
     training = Training(
-        options.seq_length,
-        1 if options.micro_batch_size is None else options.micro_batch_size,
-        options.weights or "bf16",
-        options.optimizer or "adamw",
-        options.loss_chunk_tokens,
-    )
+        options.seq_length, 1 if options.micro_batch_size is None else options.micro_batch_size,
+        options.weights or "bf16", options.optimizer or "adamw", options.loss_chunk_tokens,
+    )  # fmt: skip
     per_host = options.gpus_per_host or 1
     gpu = find_gpu(options.gpu).beside(per_host)
     if options.link_gb_s is not None:
@@ -80,9 +73,7 @@ def _plan(
         def reserved_of(plan: Plan) -> float:
             def run(is_limited: bool) -> DryStep:
                 anew = step_of(model, training)
-                return dry_planned_step(
-                    model, anew, gpu, plan, part=part, autocast_cache=cache, is_limited=is_limited
-                )
+                return dry_planned_step(model, anew, gpu, plan, part=part, autocast_cache=cache, is_limited=is_limited)
 
             found = run(is_limited=False)
             if found.reserved_gib > capacity_gib(gpu):

@@ -1,7 +1,5 @@
 """Sentences of megatron-swap plan: the verdict, advice where nothing fits, and notes."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Searches the smallest changes of training flags with which a run fits, or needs no disk, and orders them by speed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,8 +55,7 @@ def remedies(training: Training, decide: Callable[[Sequence[str]], Decision]) ->
         for chosen in itertools.combinations(single, size):
             flags = tuple(dict.fromkeys(word for flags in chosen for word in flags))
             try:
-                # Plans with these flags behind the given ones.
-                decision = decide(flags)
+                decision = decide(flags)  # plans with these flags behind the given ones
             except UsageError:  # the batch does not divide
                 continue
             option = decision.chosen

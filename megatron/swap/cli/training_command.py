@@ -1,15 +1,12 @@
 """The training command that a plan is for, to paste into a shell."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 
 ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS=1", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
 """Megatron's order of kernels and copies; an allocator whose memory can be used again in other sizes."""
 SCRIPT = "pretrain_gpt_swap.py"
-# Flags of decisions that the planner makes.
-OURS = (
+OURS = (  # flags of decisions that the planner makes
     "--swap-memory-gib", "--swap-memory-fraction", "--swap-plan", "--swap-policy", "--swap-layers", "--swap-modules",
     "--swap-recompute", "--swap-optimizer", "--swap-host-gib", "--swap-disk-dir",
 )  # fmt: skip

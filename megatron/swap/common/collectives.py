@@ -1,7 +1,5 @@
 """This rank among all, and collectives at the end of a run, over the run's default process group."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch
@@ -14,12 +12,6 @@ def rank_and_world_size() -> tuple[int, int]:
     if not torch.distributed.is_initialized():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def is_last_rank() -> bool:
-    """Whether this is the last rank of the run, whose log Megatron prints."""
-    rank, world_size = rank_and_world_size()
-    return rank == world_size - 1
 
 
 def gather(item: T) -> list[T] | None:

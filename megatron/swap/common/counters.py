@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
@@ -16,8 +15,6 @@ class Stall(Protocol):
 
 @dataclass
 class LayerCounters:
-    """Totals of a layer since the start of the run."""
-
     out_bytes: int = 0
     in_bytes: int = 0
     num_groups: int = 0
@@ -47,19 +44,18 @@ class Totals:
         return sum(in_bytes for _, in_bytes in self.layers.values())
 
     def since(self, earlier: Totals) -> Totals:
-        """Return the difference to ``earlier``."""
-        return self._combined(earlier, -1, self.layers)
+        return self._combined(earlier, -1)
 
     def plus(self, other: Totals) -> Totals:
-        return self._combined(other, 1, self.layers | other.layers)
+        return self._combined(other, 1)
 
     def without_layers(self) -> Totals:
         """Return the same totals in little memory: the bytes of all layers under the number -1."""
         return replace(self, layers={-1: (self.out_bytes, self.in_bytes)})
 
-    def _combined(self, other: Totals, sign: int, numbers: Iterable[int]) -> Totals:
+    def _combined(self, other: Totals, sign: int) -> Totals:
         layers = {}
-        for number in numbers:
+        for number in self.layers | other.layers:
             (out_bytes, in_bytes), (other_out, other_in) = (one.layers.get(number, (0, 0)) for one in (self, other))
             layers[number] = (out_bytes + sign * other_out, in_bytes + sign * other_in)
         names = [one.name for one in fields(self) if one.name != "layers"]
@@ -90,21 +86,17 @@ class Counters:
     def totals(self) -> Totals:
         return Totals(
             layers={number: (layer.out_bytes, layer.in_bytes) for number, layer in self.layers.items()},
-            num_groups=sum(layer.num_groups for layer in self.layers.values()),
-            num_late=self.num_late,
-            num_out_copies=self.num_out_copies,
-            num_in_copies=self.num_in_copies,
-            wait_ms=self.wait_ms(),
+            num_groups=sum(layer.num_groups for layer in self.layers.values()), num_late=self.num_late,
+            num_out_copies=self.num_out_copies, num_in_copies=self.num_in_copies, wait_ms=self.wait_ms(),
             recomputed_bytes=sum(layer.recomputed_bytes for layer in self.layers.values()),
             num_recomputed=self.num_recomputed,
-        )
+        )  # fmt: skip
 
     def wait_ms(self) -> float:
         """Return the ms that the compute stream has waited for copies."""
         while self._stalls:
             elapsed_ms = self._stalls[0].elapsed_ms()
-            # This stall is still ahead of the device.
-            if elapsed_ms is None:
+            if elapsed_ms is None:  # this stall is still ahead of the device
                 break
             self._wait_ms += elapsed_ms
             self._stalls.popleft()

@@ -1,15 +1,9 @@
-"""Pinned buffers between a disk and the device: how many, and how large.
-
-`memory` allocates them, and the planner counts them. No torch, no Megatron.
-"""
-
-from __future__ import annotations
+"""Pinned buffers between a disk and the device: how many, and how large. No torch, no Megatron."""
 
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MIB
 
-BLOCK_BYTES = 4096
-"""Offsets, sizes and addresses are multiples of this, which is a multiple of every disk's block size."""
+BLOCK_BYTES = 4096  # offsets, sizes and addresses are multiples of this, which is a multiple of every disk's block size
 NUM_AHEAD = 3  # buffers that are read ahead of their use; as many may wait to be written
 NUM_STAGED = 2 * NUM_AHEAD + 1  # for reads, for writes, and a buffer whose bytes are in use
 MAX_SPILL_BUFFER_BYTES = 64 * MIB  # largest buffer for activations: a few of the disk's chunks

@@ -1,10 +1,7 @@
-"""The last paragraph of a process that cannot go on.
+"""The last paragraph of a process that cannot go on: an error of ours alone, any other behind its traceback.
 
-An error of ours is the paragraph alone. Any other exception keeps its traceback. Under torchrun the paragraph is also
-written to the file that torchrun names for each rank, so that its report quotes the paragraph.
+Under torchrun the paragraph is also written to the file that torchrun names for each rank, and quotes in its report.
 """
-
-from __future__ import annotations
 
 import json
 import os

@@ -1,7 +1,5 @@
 """Names of flags as people type them: other dashes, underscores, a letter that is wrong."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The command line: its parser, and the ``--swap-`` flags that the fields of ``Settings`` give."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from itertools import groupby

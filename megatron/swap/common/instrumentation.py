@@ -1,7 +1,5 @@
 """Named ranges of the engine's work on a profiler's timeline."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -27,8 +25,6 @@ Arrival = Callable[[Labelled, Any], None]
 
 @dataclass
 class _Listener:
-    """A profiler or a recorder."""
-
     timeline: Timeline
     allocated_bytes: Callable[[], int | None] | None
     arrived: Arrival | None
@@ -59,11 +55,7 @@ class Ranges:
         allocated_bytes: Callable[[], int | None] | None = None,
         arrived: Arrival | None = None,
     ) -> None:
-        """Pass ranges on to ``timeline`` from now on, beside other listeners.
-
-        ``allocated_bytes`` returns device memory in use, for ``memory`` marks. ``arrived`` gets each storage that is
-        reloaded or recomputed.
-        """
+        """Pass ranges and marks of ``allocated_bytes`` on to ``timeline``; ``arrived`` gets storages that come back."""
         self._listeners.append(_Listener(timeline, allocated_bytes, arrived))
 
     def stop(self, timeline: Timeline | None = None) -> None:
@@ -79,8 +71,7 @@ class Ranges:
         """End the step before and begin training iteration ``number``; no effect if it has begun."""
         if self._step == number:
             return
-        # A range ends on the thread that began it, so every call must come from the same thread.
-        self._step = number
+        self._step = number  # a range ends on the thread that began it, so every call must come from the same thread
         self._end_backward()
         self._num_forwards.clear()
         for listener in self._listeners:

@@ -1,7 +1,5 @@
 """Layers as text: `0-9,12` names layers 0 to 9 and 12."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

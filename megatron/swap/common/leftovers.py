@@ -5,8 +5,6 @@ folders of the same prefix, user and boot whose lock is free. Links are never fo
 touched.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools
@@ -41,8 +39,7 @@ def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[
         if (lock := _locked(folder / LOCK, os.O_CREAT, 0o600)) is not None:
             break
     try:
-        # A child that gets the descriptor keeps the folder alive, too.
-        yield folder, lock
+        yield folder, lock  # a child that gets the descriptor keeps the folder alive, too
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
@@ -50,10 +47,7 @@ def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[
 
 @contextmanager
 def own_file(parent: Path, prefix: str, mode: int) -> Iterator[tuple[Path, int]]:
-    """Make a file, remove those that killed processes have left, and yield it with its descriptor.
-
-    ``prefix`` is so particular that no other program's file begins with it. The caller may move the file.
-    """
+    """Make a file as ``own_folder`` does; no other program has the ``prefix``. The caller may move the file."""
     sweep(parent, prefix)
     while True:
         path = parent / f"{prefix}{boot()}-{secrets.token_hex(4)}"

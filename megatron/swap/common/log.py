@@ -1,11 +1,8 @@
 """The logger of this package's own lines: ``megatron.swap``.
 
-Standard output belongs to the program that trains. Lines at INFO are worth reading: a program that configures logging
-gets them in its own handlers, and ``logging.getLogger("megatron.swap").setLevel(logging.WARNING)`` drops them. Without
-handlers they go to standard error, where logging alone would print warnings only.
+Standard output belongs to the program that trains. Lines at INFO are worth reading: without handlers of the program
+they go to standard error, where logging alone would print warnings only.
 """
-
-from __future__ import annotations
 
 import logging
 import sys

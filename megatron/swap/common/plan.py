@@ -1,7 +1,5 @@
 """A plan: for every layer and site of one model, keep, swap or recompute. A file that people may read and edit."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import re
@@ -82,8 +80,6 @@ class Model:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """The action for a saved tensor."""
-
     action: Literal["keep", "swap", "recompute"]
     # Size, and the reason, for people.
     mib: float | None = None
@@ -92,8 +88,6 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class PlanClass:
-    """Layers with the same actions."""
-
     layers: str  # layer numbers, 0-based over the whole model, such as ``0-9,12``
     sites: dict[str, SitePlan]  # actions by ``path/ordinal``. Other sites are kept.
     sections: tuple[str, ...] = ()  # recomputed in backward (``mlp``, ``layer``); their saved tensors are freed
@@ -120,11 +114,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Plan:
-    """The action for each site of each layer.
-
-    Raises:
-        UsageError: two classes name the same layer, a layer is not in the model, or a number is out of range.
-    """
+    """The action for each site of each layer. Raises a ``UsageError`` if a layer is in two classes or out of range."""
 
     model: Model
     budget_gib: float | None
@@ -184,8 +174,7 @@ class Plan:
 
     def least_host_bytes(self) -> int:
         """Return a lower bound of the host bytes that a micro-batch takes if a rank has all layers."""
-        # Backward needs the last two layers so soon that they are kept.
-        return sum(
+        return sum(  # backward needs the last two layers so soon that they are kept
             int((planned.mib or 0) * MIB)
             for layer in range(self.model.num_layers - 2)
             for planned in self.planned(layer).values()
@@ -214,11 +203,9 @@ def merged(plans: Sequence[Plan]) -> Plan:
     if len(predictions) == len(plans):
         bounds = [one.lower_bound_ms for one in predictions if one.lower_bound_ms is not None]
         predicted = Predicted(
-            max(one.peak_gib for one in predictions),
-            max(one.step_ms for one in predictions),
-            max(bounds, default=None),
-            max(one.host_gib for one in predictions),
-        )
+            max(one.peak_gib for one in predictions), max(one.step_ms for one in predictions),
+            max(bounds, default=None), max(one.host_gib for one in predictions),
+        )  # fmt: skip
     classes = tuple(entry for plan in plans for entry in plan.classes)
     sha256 = None if None in hashes else together
     parts = [plan.offload_fraction for plan in plans if plan.offload_fraction is not None]

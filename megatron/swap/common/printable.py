@@ -1,7 +1,5 @@
 """Text of files and errors as a terminal may show it."""
 
-from __future__ import annotations
-
 import textwrap
 
 MOST_CHARACTERS = 300

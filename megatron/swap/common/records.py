@@ -1,7 +1,5 @@
 """JSON files of dataclass records: read strictly, written so that people can edit them."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -19,8 +17,7 @@ from megatron.swap.common.types import MOST, UsageError
 SHORT = re.compile(r"[\[{]\n\s*([^\[\]{}]*?)\n\s*[\]}]")
 """An innermost object or list. Line ends stand only between the parts: in strings they are escaped."""
 LINE_WIDTH = 150
-MOST_FILE_BYTES = 256 << 20
-"""Most bytes of a file that is read at once. Summaries of long runs have 1 KiB a step."""
+MOST_FILE_BYTES = 256 << 20  # most bytes of a file that is read at once. Summaries of long runs have 1 KiB a step.
 T = TypeVar("T")
 KEY = "key"
 """Metadata key of a dataclass field with another name in files, ``{"key": "share"}``, or none, ``{"key": None}``."""
@@ -58,20 +55,14 @@ def _load(kind: type[T], path: str | Path, name: str, version: int) -> T:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
-        # Python's reader would silently take the last of two.
-        if key in found:
+        if key in found:  # Python's reader would silently take the last of two
             raise UsageError(f"the key {key!r} stands twice in one object; each may stand once. Drop one of the two.")
         found[key] = value
     return found
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file that a user has named.
-
-    Raises:
-        OSError: the file cannot be read, is a device or a pipe, or has more than ``MOST_FILE_BYTES``.
-        UnicodeDecodeError: the file is no text.
-    """
+    """Return the text of a regular file of at most ``MOST_FILE_BYTES``, or raise ``OSError`` or a ``ValueError``."""
     mode = Path(path).stat().st_mode  # before it is opened: opening a pipe may wait for ever
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
@@ -120,8 +111,7 @@ def keyed(kind: type) -> dict[str, dataclasses.Field]:
 
 
 def _on_one_line(match: re.Match[str]) -> str:
-    # An innermost object or list stands on a single line if it fits.
-    joined = re.sub(r"\n\s*", " ", match[1])
+    joined = re.sub(r"\n\s*", " ", match[1])  # an innermost object or list stands on a single line if it fits
     return f"{match[0][0]}{joined}{match[0][-1]}" if len(joined) < LINE_WIDTH else match[0]
 
 

@@ -1,7 +1,5 @@
 """Whole numbers rounded to multiples. No torch, no Megatron."""
 
-from __future__ import annotations
-
 
 def ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)

@@ -22,8 +22,7 @@ POLICIES = ("manual", "auto")
 MOST_CANDIDATES = 10
 MOST_LOSS_CHUNKS = 1024
 MOST_DELAY_MS = 1000  # delays each copy, and a step makes hundreds
-USUAL_FRACTION = 0.95
-"""Budget of ``--swap-policy auto`` without other flags, as a fraction of the device's memory."""
+USUAL_FRACTION = 0.95  # budget of ``--swap-policy auto`` without other flags, as a fraction of the device's memory
 
 GROUPS = {
     "activations": "Saved activations: which are offloaded or recomputed.",
@@ -38,8 +37,6 @@ GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """The flag of a setting."""
-
     group: str  # heading in ``--help``, of ``GROUPS``
     help: str  # 'What the flag does. Default: value. Set it when …'; `python -m tests.pages` makes flags.md of it
     metavar: str | None = None  # name of the value in ``--help``; None: a switch, or one of ``choices``
@@ -111,7 +108,6 @@ _FRACTION_OF_STATE = "a fraction of the state, 0 to 1, or auto"
 
 
 def _gib(group: str, help: str) -> Any:
-    """Return a field for an amount of memory in GiB, or None."""
     return field(default=None, metadata={"flag": Flag(
         group=group, help=help, metavar="GIB", number=float, allowed=f"a number of GiB above 0, at most {MOST:g}",
         is_allowed=lambda gib: is_within(0, gib, MOST) and gib > 0,
@@ -119,7 +115,6 @@ def _gib(group: str, help: str) -> Any:
 
 
 def _number(group: str, help: str, default: float, metavar: str, unit: str, most: float) -> Any:
-    """Return a field for a number of ``unit`` from 0 to ``most``."""
     return field(default=default, metadata={"flag": Flag(
         group=group, help=help, metavar=metavar, number=float, allowed=f"{unit}, 0 or more, at most {most:g}",
         is_allowed=lambda given: is_within(0, given, most),
@@ -132,11 +127,7 @@ def _setting(default: Any, group: str, help: str, **options: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The user's settings. None leaves the choice to the package.
-
-    Raises:
-        UsageError: a value is out of its range, or two settings exclude each other; the message names the flags.
-    """
+    """The user's settings; None leaves the choice to the package. Raises a ``UsageError`` that names the flags."""
 
     layers: str = _setting(
         "none", "activations",
@@ -279,8 +270,7 @@ class Settings:
         False, "output and checks",
         "Make runs on a GPU equal to the bit: set Megatron's --deterministic-mode, and use flash instead of "
         "cuDNN attention for the local spec. Slower. Default: off. Set it when you compare runs to the bit.",
-        # Megatron then checks and sets the environment before CUDA starts.
-        beside=("deterministic_mode",),
+        beside=("deterministic_mode",),  # Megatron then checks and sets the environment before CUDA starts
         instead="choose deterministic kernels where you build the model")  # fmt: skip
     cpu_delay_ms: float = _number(
         "without a GPU",
@@ -292,16 +282,11 @@ class Settings:
         "Memory of the emulated device, beside what the model takes when it is built. Default: no limit. Set it "
         "when you test what happens when device memory is short.")
 
-    # ------------------------------------------------------------------- making
-
     @classmethod
     def of(cls, given: Mapping[str, Any], *, of_trainer: bool = False) -> Settings:
-        """Return the settings that ``given`` names, or raise ``UsageError``.
+        """Return the settings in ``given``, by name, or raise ``UsageError``. None and False stand for the default.
 
-        Args:
-            given: values by the names of the fields; numbers may be texts. None and False leave a setting at its
-                default.
-            of_trainer: Megatron's trainer runs, so that its own settings are allowed.
+        Numbers may be texts. ``of_trainer``: Megatron's trainer runs, so that its own settings are allowed.
         """
         values: dict[str, Any] = {}
         for name, value in given.items():
@@ -327,8 +312,6 @@ class Settings:
             raise UsageError(f"{name}: is a setting of runs of Megatron's trainer; {flag.instead}. Leave it out.")
         return flag
 
-    # ------------------------------------------------------------------ derived
-
     @property
     def auto(self) -> bool:
         """Whether the plan is found while training."""
@@ -336,7 +319,6 @@ class Settings:
 
     @property
     def swaps_layers(self) -> bool:
-        """Whether layers to swap were named."""
         return self.layers != "none"
 
     @property
@@ -405,8 +387,6 @@ class Settings:
         _require(self.memory_gib <= device_gib, "--swap-memory-gib", f"{self.memory_gib:g}",
                  f"at most what the device has, {device_gib:.2f} GiB")  # fmt: skip
         return self.memory_gib
-
-    # ------------------------------------------------------------------- checks
 
     def __post_init__(self) -> None:
         self._check_decider()
@@ -505,10 +485,9 @@ def _read(name: str, flag: Flag, given: Any) -> Any:
     if flag.number is None:
         return flag.read(given)
     try:
-        number = flag.number(given)
+        return flag.number(given)
     except (TypeError, ValueError):
         raise UsageError(f"{flag_of(name)} {given!r}: must be {flag.allowed}.") from None
-    return number
 
 
 def check_files(written: Mapping[str, str | Path | None], read: Mapping[str, str | Path | None]) -> None:

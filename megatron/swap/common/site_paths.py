@@ -1,7 +1,5 @@
 """Paths of sites outside a layer's submodules, as profiles, plans and the engine name them."""
 
-from __future__ import annotations
-
 OWN_PATH = "layer"  # tensors that a layer saves outside its submodules (residual connections)
 CHECKPOINT_PATH = "checkpoint"  # the input of a layer that is recomputed whole
 SOURCE_PATH = "source"  # tensors that nothing saves, and that single operators are recomputed from

@@ -1,7 +1,5 @@
 """The caller's names of settings in messages, which are written for the command line: ``--swap-host-gib``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +24,6 @@ class Spelling:
         self._others = others
 
     def __call__(self, text: str) -> str:
-        """Return ``text`` in the words of the call."""
         if "--swap-" not in text:
             return text
         if self._others is None:
@@ -57,5 +54,4 @@ ACTIVATIONS = Spelling(
     "memory_fraction", "save_plan", "save_profile",
 )  # fmt: skip
 """``swap.activations``, and ``swap.weights``, which has some of these arguments."""
-INSTALL = Spelling("memory_gib", "layers", "plan", others='config["{}"]')
-"""``swap.install``."""
+INSTALL = Spelling("memory_gib", "layers", "plan", others='config["{}"]')  # ``swap.install``

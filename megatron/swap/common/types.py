@@ -1,7 +1,5 @@
 """Types, errors and units that all packages share. No torch, no Megatron."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -9,8 +7,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-MOST = 1e12
-"""Largest number that a flag or a file may give: above any measured value, and small enough to multiply."""
+MOST = 1e12  # largest number that a flag or a file may give: above any measured value, and small enough to multiply
 
 
 class SwapError(RuntimeError):
@@ -26,8 +23,7 @@ ACTIVATION = "activation"
 ROTARY = "rotary"  # queries, keys and values as attention receives them: rotated, and copied out of linear_qkv's output
 QUANTIZED = "quantized"  # 8-bit values of tensors that exist in bf16, but of a norm's or an activation's output
 RESIDUAL = "residual"  # a layer's input plus attention's output, for the second norm; linear_proj runs again for it
-LINEAR = "linear"
-"""Outputs of linear_qkv and linear_fc1; in models that Megatron did not build, of all matrix products."""
+LINEAR = "linear"  # outputs of linear_qkv and linear_fc1; in models that Megatron did not build, of all matrix products
 PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, RESIDUAL, LINEAR)  # kinds of kernels whose outputs can be recomputed
 OPERATOR = "operator"  # outputs of single cheap operators, in models that Megatron did not build
 

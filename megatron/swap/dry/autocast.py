@@ -4,8 +4,6 @@ A layer of the dispatcher above autograd casts the same operators as PyTorch's. 
 does not know the layer, so it stays on through backward, and casts operators that run with gradients there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,11 +1,14 @@
-"""A transformers model from its config file, without weights, and a training step of it, both on the meta device."""
+"""A transformers model from its config file, without weights, and a training step of it, both on the meta device.
 
-from __future__ import annotations
+Names of code and files stay out of the config: the file comes from anybody.
+"""
 
+import json
 import logging
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +21,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.printable import in_one_line
+from megatron.swap.common.records import read_text
 from megatron.swap.common.types import UsageError
 from megatron.swap.dry.autocast import DryAutocast
-from megatron.swap.dry.config_file import read_config
 
 CHECKPOINT_CALL = "model.gradient_checkpointing_enable()"
 META = torch.device("meta")
@@ -29,12 +32,20 @@ MOST_MODULES = 100_000  # of a model: 61 layers of 257 experts with five modules
 # weights and begins the next step. For 399 weights on an H200's host: 114 ms between backward and forward, with kernels
 # of 94 ms (docs/results/h200-trainer.json).
 IDLE_MS = 0.05
+# Keys that are left out, at any depth: the code that builds the model, the question that transformers would ask, and
+# the type of its results.
+NOT_OF_THE_MODEL = ("auto_map", "trust_remote_code", "return_dict")
+IMPLEMENTATIONS = {  # ends of keys, with the values that need no code beside transformers and torch
+    "attn_implementation": (None, "eager", "sdpa"),
+    "experts_implementation": (None, "eager", "grouped_mm", "batched_mm"),
+}
+QUANTIZED = ("quantization_config", "compression_config")
+COUNTS = re.compile("layer|expert|head|label|block")  # in the names of keys with a number of parts
+MOST_PARTS = 100_000
 
 
 @dataclass(frozen=True)
 class Training:
-    """The way in which a model is trained."""
-
     seq_length: int
     micro_batch_size: int = 1
     weights: Literal["bf16", "mixed"] = "bf16"  # "mixed": in single precision, under autocast to bf16
@@ -59,11 +70,55 @@ class Training:
         return self.seq_length * self.micro_batch_size
 
 
-def model_of(path: Path, training: Training) -> Any:
-    """Return the causal language model that ``path``, a config.json or its folder, describes, without weights.
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the config of a model in ``path``, a config.json or its folder, or raise a ``UsageError``."""
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        found = json.loads(read_text(file), parse_constant=_constant)
+        if not isinstance(found["model_type"], str):
+            raise TypeError(f"model_type is {found['model_type']!r}, not a name")
+        return {key: _checked(path, key, value) for key, value in found.items() if key not in NOT_OF_THE_MODEL}
+    except UsageError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"--hf {path}: is no config.json of transformers ({in_one_line(error)}). Give the file, which "
+            "model.config.save_pretrained(FOLDER) writes, or its folder."
+        ) from error
 
-    Raises a ``UsageError`` if transformers is missing, the file describes no such model, or its sequences are shorter.
-    """
+
+def _constant(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is no number")
+    return float(name)  # Infinity, which transformers writes for some models
+
+
+def _checked(path: Path, key: str, value: Any) -> Any:
+    """Return ``value`` without keys that are not of the model."""
+    if key in QUANTIZED and value is not None:
+        raise UsageError(
+            f"--hf {path}: {key}: quantized weights are not planned, --weights says which are. Remove the key."
+        )
+    for name, known in IMPLEMENTATIONS.items():
+        if key.removesuffix("_internal").endswith(name):
+            given = value.values() if isinstance(value, Mapping) else (value,)
+            if wrong := [one for one in given if not isinstance(one, str | None) or one not in known]:
+                allowed = ", ".join(one for one in known if one is not None)
+                raise UsageError(
+                    f"--hf {path}: {key} {wrong[0]!r}: is not planned, and nothing is downloaded. Give one of "
+                    f"{allowed}, or remove the key."
+                )
+    if isinstance(value, int) and value > MOST_PARTS and COUNTS.search(key):
+        raise UsageError(f"--hf {path}: {key} {value:.4g}: must be at most {MOST_PARTS}.")
+    if isinstance(value, Mapping):
+        return {name: _checked(path, name, part) for name, part in value.items() if name not in NOT_OF_THE_MODEL}
+    if isinstance(value, list):
+        return [_checked(path, key, part) for part in value]
+    return value
+
+
+def model_of(path: Path, training: Training) -> Any:
+    """Return the causal language model of a config.json or its folder, without weights, or raise a ``UsageError``."""
     found = read_config(path)
     try:
         import transformers
@@ -157,17 +212,18 @@ def swapped_part(model: Any, training: Training) -> tuple[nn.Module, str]:
 
 
 def step_of(model: Any, training: Training) -> Callable[[], None]:
-    """Begin a training of ``model``, without gradients and optimizer state, and return its step.
-
-    Raises a ``UsageError`` if the loss is to be computed in chunks and the model has no output layer.
-    """
+    """Begin a training and return its step, or raise a ``UsageError`` if the loss in chunks has no output layer."""
     tokens = torch.empty((training.micro_batch_size, training.seq_length), dtype=torch.long, device=META)
     chunk, head = training.loss_chunk_tokens, model.get_output_embeddings()
     if chunk is not None and head is None:
         raise UsageError(f"--loss-chunk-tokens {chunk}: {type(model).__name__} has no output layer. Leave it out.")
     model.zero_grad(set_to_none=True)
-    optimizers = {"none": lambda _: None, "adamw": _foreach_adamw, "adamw-fused": _fused_adamw}
-    update = optimizers[training.optimizer](list(model.parameters()))
+    parameters = list(model.parameters())
+    update: Callable[[], object] | None = None
+    if training.optimizer == "adamw":
+        update = torch.optim.AdamW(parameters, foreach=True).step  # which torch chooses on a GPU
+    elif training.optimizer == "adamw-fused":
+        update = _fused_adamw(parameters)
     autocast = DryAutocast() if training.weights == "mixed" else None
 
     def forward() -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -198,10 +254,6 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
         model.zero_grad(set_to_none=update is not None)
 
     return step
-
-
-def _foreach_adamw(parameters: list[nn.Parameter]) -> Callable[[], object]:
-    return torch.optim.AdamW(parameters, foreach=True).step  # which torch chooses on a GPU
 
 
 def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:

@@ -1,9 +1,4 @@
-"""Prices of PyTorch's operators on a GPU: time by FLOPs and bytes, and workspace, from the figures of the GPU.
-
-Shapes are enough, so the tensors may be on the meta device.
-"""
-
-from __future__ import annotations
+"""Prices of PyTorch's operators on a GPU by the shapes of tensors: time by FLOPs and bytes, and workspace."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -54,8 +49,6 @@ GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transforme
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of an operator."""
-
     ms: float
     workspace_bytes: tuple[int, ...] = ()  # blocks that it takes while it runs, beside its results
 
@@ -96,7 +89,6 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    """Return the arguments that ``func`` changes in place."""
     pairs = zip(args, func._schema.arguments, strict=False)
     return [given for given, one in pairs if one.alias_info is not None and one.alias_info.is_write]
 

@@ -1,7 +1,5 @@
 """The engine around a model whose steps run on the dry device, and a tier that holds no bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,8 +30,6 @@ CONTEXT_GIB = 0.75
 
 
 class DrySlot:
-    """Room for one storage that has no bytes."""
-
     fence = 0
 
     def free(self, fence: int = 0) -> None:
@@ -68,10 +64,7 @@ def capacity_gib(gpu: Gpu) -> float:
 
 
 def dry_device(model: nn.Module, gpu: Gpu, is_limited: bool = False) -> DryDevice:
-    """Return a device that holds the model, with PyTorch's allocator as its environment variable sets it.
-
-    ``is_limited`` if the device has the memory of ``gpu``, and otherwise no limit.
-    """
+    """Return a device that holds the model, with PyTorch's allocator, and the memory of ``gpu`` if ``is_limited``."""
     capacity_bytes = int(capacity_gib(gpu) * GIB) if is_limited else NO_END
     device = DryDevice(gpu.name, expands_segments(), gpu.link_gb_s, gpu.link_both_gb_s, capacity_bytes)
     for tensor in (*model.parameters(), *model.buffers()):

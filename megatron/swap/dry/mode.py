@@ -1,7 +1,5 @@
 """Runs PyTorch on the dry device: every operator advances its clock, and every new storage counts as its memory."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +77,6 @@ class _PricedOperators(TorchDispatchMode):
         return result
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of ``func(*args, **kwargs)``."""
         # PyTorch finds the result's form in Python, which takes long. Layers and steps repeat, so forms are remembered.
         if not _makes_new_tensors(func):
             return func(*args, **kwargs)
@@ -218,7 +215,6 @@ def _fused_kernels() -> Iterator[None]:
 
 
 def _drop_out(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Return ``tensor`` after dropout."""
     # A GPU's kernel saves a mask of one byte an element.
     return aten.native_dropout(tensor, p, True)[0] if train and p else tensor
 

@@ -1,7 +1,5 @@
 """Steps of a model that no GPU has run: on the meta device, recorded like steps on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -54,15 +52,10 @@ def dry_profile(
 ) -> Profile:
     """Return the profile of ``step`` on ``gpu``, as ``swap.activations(model, memory_gib=…)`` would measure it.
 
-    Args:
-        model: all its parameters are on the meta device.
-        step: is called four times: the last two are recorded, and timed with all layers recomputed.
-        part: the module to swap, which ``step`` calls once; by default ``model``.
-        host_gib: limit of host memory for activations; ``None`` for no limit.
-        min_mib, autocast_cache: as in ``swap.activations``.
-
-    Raises a ``UsageError`` if the model cannot be planned, or its operators do not follow from shapes; a ``SwapError``
-    if no layer ran backward.
+    All parameters of ``model`` are on the meta device. ``step`` is called four times: the last two are recorded, and
+    timed with all layers recomputed. It calls ``part``, the module to swap (by default ``model``), once. ``host_gib``
+    limits host memory for activations. Raises a ``UsageError`` if the model cannot be planned, or its operators do not
+    follow from shapes; a ``SwapError`` if no layer ran backward.
     """
     part = model if part is None else part
     refuse_unplannable(part)
@@ -71,11 +64,11 @@ def dry_profile(
     timer = recorder.for_times()
     policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR, LINEAR)), 0)  # keeps all else
     with planned_layers(part, device, policy, autocast_cache, recorder) as planned, ExitStack() as undo:
-        for each in (recorder, timer):
-            each.add_chunk(part)
-            undo.callback(part.register_forward_pre_hook(lambda chunk, _, each=each: each.chunk_begins(chunk)).remove)
-            undo.callback(part.register_forward_hook(lambda chunk, *_, each=each: each.chunk_ends(chunk)).remove)
-            undo.callback(each.abandon)
+        recorder.add_chunk(part)
+        undo.callback(part.register_forward_pre_hook(lambda chunk, _: recorder.chunk_begins(chunk)).remove)
+        undo.callback(part.register_forward_hook(lambda chunk, *_: recorder.chunk_ends(chunk)).remove)
+        undo.callback(recorder.abandon)
+        undo.callback(timer.abandon)
 
         def recorded(by: Recorder) -> Recording:
             device.synchronize()  # a step begins with an idle device
@@ -113,10 +106,7 @@ def dry_planned_step(
     model: nn.Module, step: Step, gpu: Gpu, plan: Plan, *, part: nn.Module | None = None, min_mib: float = 1.0,
     autocast_cache: bool = True, is_limited: bool = False,
 ) -> DryStep:
-    """Return time and memory of ``step`` on ``gpu`` under ``plan``, which was made from the profile of ``model``.
-
-    ``is_limited`` if the device has the memory of ``gpu``, and otherwise no limit. The rest is as in ``dry_profile``.
-    """
+    """Return time and memory of ``step`` under ``plan``, on a device with the memory of ``gpu`` if ``is_limited``."""
     device = dry_device(model, gpu, is_limited)
     policy = SwitchingPolicy(SafePolicy(int(min_mib * MIB), (OPERATOR, LINEAR)), int(min_mib * MIB))
     part = model if part is None else part

@@ -1,7 +1,5 @@
 """Attention of a layer: its saved tensors, and the memory and time of its backward, by library."""
 
-from __future__ import annotations
-
 from megatron.swap.common.plan import Model
 
 BACKWARD_FLOPS = 2.9  # FLOPs of attention's backward relative to its forward, at the same speed

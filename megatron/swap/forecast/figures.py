@@ -1,7 +1,5 @@
 """Figures of a plan's memory that follow from the model alone: Megatron's models, TransformerEngine's kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.swap.common.plan import Model

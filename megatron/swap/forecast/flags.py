@@ -1,7 +1,5 @@
 """Reads training flags that decide sizes from a raw command line."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math
@@ -85,7 +83,6 @@ class Training:
 
     @property
     def num_loss_chunks(self) -> int:
-        """Chunks of the sequence in which output layer and loss run."""
         if self.loss_chunks == "auto":
             return choose_num_chunks(self.model, self.has_sum_in_loss)
         return self.loss_chunks or 1
@@ -102,10 +99,7 @@ class Training:
 
 
 def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
-    """Read Megatron's flags, with its defaults, or raise ``UsageError``. Flags that do not change sizes are ignored.
-
-    ``num_gpus``: GPUs of the run; None: those of a single model replica.
-    """
+    """Read Megatron's flags for ``num_gpus`` (None: one replica), with its defaults, or raise ``UsageError``."""
     known, _ = _parser().parse_known_args(list(flags))
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(known, name) is None:
@@ -168,15 +162,13 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
             "does not pass through buffers between disk and device. Drop one of the two."
         )
     states = States(
-        gradient_bytes=gradient_bytes,
-        state_bytes=state_bytes_of(facts),
+        gradient_bytes=gradient_bytes, state_bytes=state_bytes_of(facts),
         num_shards=data * context // instances if known.use_distributed_optimizer else 1,
         offload_fraction=1.0 if fraction == "auto" else fraction, is_auto=fraction == "auto",
-        weight_bytes=2 if known.bf16 or known.fp16 else 4,
-        has_fp8_weights=known.fp8_param_gather,
+        weight_bytes=2 if known.bf16 or known.fp16 else 4, has_fp8_weights=known.fp8_param_gather,
         num_fp8_moments=(known.exp_avg_dtype, known.exp_avg_sq_dtype).count("fp8"),
         copied_gradient_bytes=0 if gradient_bytes == 4 or holds_main_params(facts) else 4,
-    )
+    )  # fmt: skip
     return Training(
         model_of(facts, known.swap_fp8_weights), batch // per_round,
         not known.untie_embeddings_and_output_weights, states,
@@ -191,16 +183,14 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
 
 
 def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
-    """Raise ``UsageError`` for flags without value, unknown ones, and those that ``shape_profile`` does not cover.
-
-    ``options``: the planner's own options, which stand before ``--``.
-    """
+    """Raise ``UsageError`` for flags that are unknown, lack a value, are plan's own ``options``, or are not covered."""
     if not flags:
         raise UsageError("--gpu needs the flags of the training command, behind -- (--gpu h100 -- --num-layers 24 …).")
+    version, flags_with_value, _ = _flags_file()
     for flag, value in zip(flags, [*flags[1:], "--"], strict=True):
         if flag == "--save" and value.endswith(".json"):
             raise UsageError(f"--save {value}: behind -- it is the folder of checkpoints. Give it before the -- .")
-        if flag in _flags_with_value() and value.startswith("--"):
+        if flag in flags_with_value and value.startswith("--"):
             raise UsageError(f"{flag}: needs a value among the training flags.")
     known, rest = _parser().parse_known_args(list(flags))
     for flag in _names(flags):
@@ -210,7 +200,6 @@ def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
             raise UsageError(f"{flag}: is an option of plan, not of training. Give it before the -- .")
         near = nearest_flag(flag, sorted(training_flags()), cutoff=0.75)
         hint = f"Did you mean {near}?" if near else "Leave it out."
-        version = FLAGS_FILE.read_text().splitlines()[0].split()[-1]
         raise UsageError(f"{flag}: neither Megatron {version} nor Megatron Swap has this training flag. {hint}")
     for name, default in DECIDED.items():
         if (given := getattr(known, name.replace("-", "_"))) != [default]:
@@ -248,16 +237,17 @@ def _names(flags: Sequence[str]) -> list[str]:
     return [word.split("=", 1)[0] for word in flags if word.startswith("--")]
 
 
-@functools.cache
 def training_flags() -> frozenset[str]:
     """Return the flags that a training command may have: Megatron's and our own, with their hyphens."""
-    _, valued, others = FLAGS_FILE.read_text().split("\n\n")
-    return frozenset(f"{valued} {others}".split())
+    _, valued, others = _flags_file()
+    return valued | others
 
 
 @functools.cache
-def _flags_with_value() -> frozenset[str]:
-    return frozenset(FLAGS_FILE.read_text().split("\n\n")[1].split())
+def _flags_file() -> tuple[str, frozenset[str], frozenset[str]]:
+    """Return Megatron's version, the flags that need a value, and the others."""
+    head, valued, others = FLAGS_FILE.read_text().split("\n\n")
+    return head.splitlines()[0].split()[-1], frozenset(valued.split()), frozenset(others.split())
 
 
 def _check_fp8(known: argparse.Namespace) -> None:
@@ -366,7 +356,5 @@ def _parser() -> argparse.ArgumentParser:
                  "use-precision-aware-optimizer", "untie-embeddings-and-output-weights", "fp8-param-gather",
                  "first-last-layers-bf16", "grad-reduce-in-bf16"):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument(
-        "--no-gradient-accumulation-fusion", dest="gradient_accumulation_fusion", action="store_false"
-    )
+    parser.add_argument("--no-gradient-accumulation-fusion", dest="gradient_accumulation_fusion", action="store_false")
     return parser

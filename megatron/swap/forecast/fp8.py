@@ -7,8 +7,6 @@ bf16 input, which attention saves anyway, and quantizes it again (Megatron's ``c
 attention, activation function, residuals and the output layer stay in bf16.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.swap.common.plan import LAYER_SECTION, Model

@@ -10,8 +10,6 @@ from megatron.swap.common.types import MOST, UsageError
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU."""
-
     name: str
     tflops: float  # bf16 TFLOP/s of linear layers, as training reaches them
     attention_tflops: float  # TFLOP/s of causal fused attention's forward, half of the products counted

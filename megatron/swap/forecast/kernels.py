@@ -4,8 +4,6 @@ The formulas are those of TransformerEngine layers (rotary positions, fused atte
 bf16, sites and sizes were checked against traces, and memory byte for byte against peaks (docs/dev/planner.md).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from megatron.swap.common.plan import Model
@@ -22,8 +20,6 @@ INPUT, FC1_INPUT = "self_attention.linear_qkv/0", "mlp.linear_fc1/0"  # sites of
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of a layer's forward."""
-
     name: str
     flops: float
     num_bytes: float
@@ -62,15 +58,12 @@ def sizes_of(model: Model) -> Sizes:
     hidden = tokens * model.hidden_size * BYTES
     activation = tokens * model.ffn_hidden_size / tensor * BYTES
     return Sizes(
-        hidden=hidden,
-        sharded=hidden / tensor if model.sequence_parallel else hidden,
+        hidden=hidden, sharded=hidden / tensor if model.sequence_parallel else hidden,
         query=tokens * model.num_attention_heads / tensor * head * BYTES,
         key=tokens * max(1.0, model.num_query_groups / tensor) * head * BYTES,
-        fc1=activation * (2 if model.gated else 1),
-        activation=activation,
-        log_sum_exp=tokens * model.num_attention_heads / tensor * 4,
-        tokens=tokens,
-    )
+        fc1=activation * (2 if model.gated else 1), activation=activation,
+        log_sum_exp=tokens * model.num_attention_heads / tensor * 4, tokens=tokens,
+    )  # fmt: skip
 
 
 def kernels(model: Model) -> list[Kernel]:

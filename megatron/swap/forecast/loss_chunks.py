@@ -3,8 +3,6 @@
 The number follows from the model's shape and from flags, so that all ranks, and a run that resumes, add in one order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.swap.common.plan import Model
@@ -46,11 +44,9 @@ def loss_bytes(model: Model, num_chunks: int = 1, has_sum: bool = False) -> Loss
     hidden = tokens * model.hidden_size * BYTES / (model.tensor_parallel if model.sequence_parallel else 1)
     of_chunk, of_weight = tokens / num_chunks, 4 * model.hidden_size * words if has_sum else 0.0
     return LossBytes(
-        inputs=2 * hidden,
-        logits=BYTES * of_chunk * words,
-        rows=4 * of_chunk * words / max(1, of_chunk // LOSS_ROWS),
+        inputs=2 * hidden, logits=BYTES * of_chunk * words, rows=4 * of_chunk * words / max(1, of_chunk // LOSS_ROWS),
         gradients=hidden + of_weight if num_chunks > 1 else 0.0,
-    )
+    )  # fmt: skip
 
 
 def saved_bytes(model: Model, has_sum: bool = False) -> float:

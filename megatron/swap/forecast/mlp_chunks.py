@@ -1,7 +1,5 @@
 """The chunks of the sequence in which a layer's MLP runs, with Megatron's ``--mlp-chunks-for-training``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.swap.common.plan import Model

@@ -1,7 +1,5 @@
 """The ways to make a model fit: nothing, full recomputation, a plan, offloaded optimizer state, a disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,13 +88,8 @@ def of_training(
     """Return the options of a run that its flags describe, the simplest first, or raise ``UsageError``.
 
     ``--swap-optimizer`` among the flags fixes the fraction of optimizer state that the last two options offload.
-    Without flags the planner decides, also whether linear layers in FP8 keep copies of their weights.
-
-    Args:
-        budget_gib: device memory that a step may reserve.
-        host_gib: host memory of the rank; None: no limit, so that no disk is needed.
-        disk_dir: folder for the option with a disk.
-        link_gb_s: speed of copies; None: the GPU's.
+    Without flags the planner decides, also whether linear layers in FP8 keep copies of their weights. A step may
+    reserve ``budget_gib`` of the device. Without ``host_gib`` host memory has no limit, so that no disk is needed.
     """
     limits = budget_gib, host_gib, pipeline_rank, disk_dir
     if link_gb_s is not None:
@@ -186,10 +179,8 @@ def of_dry_run(
 ) -> list[Option]:  # fmt: skip
     """Return the options of a model whose steps ran dry, the simplest first; the last one is planned.
 
-    Args:
-        without_swapping: name, calls of a script, ms of a step and reserved GiB of each way to train without Megatron
-            Swap. The first is that of ``profile``.
-        reserved_of: returns the memory in GiB that steps under a plan reserve.
+    ``without_swapping`` has name, calls of a script, ms of a step and reserved GiB of each way to train without
+    Megatron Swap, first that of ``profile``. ``reserved_of`` returns the GiB that steps under a plan reserve.
     """
     kept, (_, _, least_ms, _) = simulate(profile, empty_plan(profile)), without_swapping[0]
     found = []
@@ -243,9 +234,7 @@ def weight_gradients_gib(training: Training, num_params: float) -> float:
     return 0.0 if training.fuses_gradients else BYTES * num_params / GIB
 
 
-def without_planner(
-    profile: Profile, budget_gib: float, states: States | None, gradients_gib: float
-) -> list[Option]:
+def without_planner(profile: Profile, budget_gib: float, states: States | None, gradients_gib: float) -> list[Option]:
     """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it."""
     recomputed = tuple(
         PlanClass(format_ranges(entry.layers), {}, (LAYER_SECTION,))
@@ -323,8 +312,7 @@ def _at_least(option: Option, simpler: Option) -> Option:
 def best(found: Sequence[Option], is_disk_given: bool = False) -> Option | None:
     """Return the fastest option that fits, or a simpler option that is nearly as fast, or None."""
     fitting = [(one, one.prediction.step_ms) for one in found if one.fits and one.prediction is not None]
-    # Without a disk of the user's, a disk is chosen only if nothing else fits.
-    if not is_disk_given:
+    if not is_disk_given:  # without a disk of the user's, a disk is chosen only if nothing else fits
         fitting = [pair for pair in fitting if pair[0].name != DISK] or fitting
     least_ms = min((ms for _, ms in fitting), default=0.0)
     return next((one for one, ms in fitting if ms <= NEAR * least_ms), None)

@@ -1,7 +1,5 @@
 """Reads profiles from files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron.swap.common import records

@@ -1,7 +1,5 @@
 """Estimates a profile from a model's shape and a GPU's figures."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -51,12 +49,7 @@ OPTIMIZER_BYTES_PER_PARAM = 38  # read and written by an Adam step, the gradient
 def layer_class(
     model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False, has_dropout: bool = False
 ) -> LayerClass:
-    """Return a class of equal layers.
-
-    Args:
-        is_input_held: others refer to their input.
-        has_dropout: sums of residual and output have dropout, so that they cannot be recomputed.
-    """
+    """Return a class of equal layers. With ``has_dropout`` sums of residual and output cannot be recomputed."""
     steps = kernels(model)
     saved_at: dict[str, float] = {}
     needed_at: dict[str, float] = {}
@@ -155,11 +148,8 @@ def shape_profile(
 ) -> Profile:  # fmt: skip
     """Estimate the profile of ``model`` on ``gpu``, or raise ``UsageError`` if the formulas do not cover them.
 
-    Args:
-        tied: embedding and output layer share their weights.
-        host_gib: limit of host memory for activations; None: no limit.
-        state_on_disk_gib: the part of the offloaded state that host memory has no room for.
-        fuses_gradients: layers add to ``main_grad`` themselves.
+    ``tied``: embedding and output layer share their weights. ``host_gib`` limits host memory for activations (None: no
+    limit). ``state_on_disk_gib``: of offloaded state. ``fuses_gradients``: layers add to ``main_grad`` themselves.
     """
     check_gpu(model, gpu)
     gpu = gpu.for_width(model.hidden_size)
@@ -173,7 +163,6 @@ def shape_profile(
         if alike:
             of_layer = replace(model, fp8_recipe=None) if is_bf16 else model
             classes.append(layer_class(of_layer, gpu, alike, is_head, has_dropout))
-
     has_input, has_loss = pipeline_rank == 0, pipeline_rank == stages - 1
     params = params_of_rank(model, tied, pipeline_rank)
     layers_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in classes)
@@ -217,14 +206,12 @@ def _non_layer(
     """Return the figures of final norm, logits and the chunked cross entropy (``cross_entropy.py``)."""
     size, sites, loss_ms = sizes_of(model), [], 0.0
     non_layer = NonLayer(0.0, 0.0, optimizer_ms, 0.0, 0.0)
-    # 0: the loss is on another rank.
-    if loss_chunks:
+    if loss_chunks:  # 0: the loss is on another rank
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
         held = loss_bytes(model, loss_chunks, has_sum_in_loss)
         entropy_ms, gradient_ms = 12 * logits / (gpu.memory_gb_s * 1e6), 4 * logits / (gpu.memory_gb_s * 1e6)
-        # Backward computes the logits of all chunks but one again.
-        again_ms = flops * (loss_chunks - 1) / loss_chunks
+        again_ms = flops * (loss_chunks - 1) / loss_chunks  # backward computes the logits of all chunks but one again
         loss_ms = 3 * flops + entropy_ms + gradient_ms + again_ms
         sites = [
             NonLayerSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),
@@ -233,12 +220,9 @@ def _non_layer(
             NonLayerSite("loss/0", held.logits / MIB, 0.0),
         ]
         non_layer = NonLayer(
-            forward_ms=flops + entropy_ms,
-            backward_ms=2 * flops + gradient_ms + again_ms,
-            optimizer_ms=optimizer_ms,
-            kept_gib=held.kept / GIB,
-            peak_gib=held.peak / GIB,
-        )
+            forward_ms=flops + entropy_ms, backward_ms=2 * flops + gradient_ms + again_ms, optimizer_ms=optimizer_ms,
+            kept_gib=held.kept / GIB, peak_gib=held.peak / GIB,
+        )  # fmt: skip
     if has_input:
         # The embedding saves the token numbers, which the batch holds anyway.
         sites.insert(0, NonLayerSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
@@ -256,19 +240,16 @@ def with_megatrons_loss(profile: Profile) -> Profile:
     non_layer = profile.non_layer
     return replace(profile, non_layer=replace(
         non_layer, kept_gib=non_layer.kept_gib + copy_gib / 2, peak_gib=non_layer.peak_gib + copy_gib - chunk_gib
-    ))  # fmt: skip
+    ))
 
 
 def non_layer_scaled(non_layer: NonLayer, forward: float, backward: float, mib: float = 1.0) -> NonLayer:
     """Return ``non_layer`` scaled as ``scaled`` does. Idle times of sites scale with ``backward``."""
     return replace(
-        non_layer,
-        forward_ms=non_layer.forward_ms * forward,
-        backward_ms=non_layer.backward_ms * backward,
-        kept_gib=non_layer.kept_gib * mib,
-        peak_gib=non_layer.peak_gib * mib,
+        non_layer, forward_ms=non_layer.forward_ms * forward, backward_ms=non_layer.backward_ms * backward,
+        kept_gib=non_layer.kept_gib * mib, peak_gib=non_layer.peak_gib * mib,
         sites=tuple(replace(site, mib=site.mib * mib, idle_ms=site.idle_ms * backward) for site in non_layer.sites),
-    )
+    )  # fmt: skip
 
 
 def scaled(entry: LayerClass, forward: float, backward: float, mib: float = 1.0) -> LayerClass:

@@ -1,7 +1,5 @@
 """Chooses an option for all planned stages of a pipeline, and the stage that decides whether and how fast it trains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,9 +26,7 @@ def planned_ranks(num_stages: int, rank: int | None, is_saved: bool) -> tuple[in
     return tuple(sorted({0, num_stages - 1}))
 
 
-def decide(
-    found: Mapping[int, Sequence[Option]], choose: Callable[[Sequence[Option]], Option | None]
-) -> Decision:
+def decide(found: Mapping[int, Sequence[Option]], choose: Callable[[Sequence[Option]], Option | None]) -> Decision:
     """Choose an option that every stage has, by its worst stage. ``choose`` returns the best of some, or None."""
     worst = list(_worst(found))
     chosen = choose([option for _, option in worst])
@@ -53,8 +49,7 @@ def _worst(found: Mapping[int, Sequence[Option]]) -> Iterator[tuple[int, Option]
         if len(stages) < len(found):
             continue
         unfit = [pair for pair in stages if not pair[1].fits]
-        yield max(unfit, key=lambda pair: pair[1].needed_gib) if unfit else max(stages, key=lambda pair: _ms(pair[1]))
-
-
-def _ms(option: Option) -> float:
-    return 0.0 if option.prediction is None else option.prediction.step_ms
+        if unfit:
+            yield max(unfit, key=lambda pair: pair[1].needed_gib)
+        else:
+            yield max(stages, key=lambda pair: pair[1].prediction.step_ms if pair[1].prediction else 0.0)

@@ -1,7 +1,5 @@
 """Memory of weights, gradients and optimizer state on each tier. It does not depend on activations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes, staging_bytes
@@ -66,8 +64,6 @@ def split_before_disk(offloaded_gib: float, host_gib: float, activations_gib: fl
 
 @dataclass(frozen=True)
 class States:
-    """Storage of weights, gradients and optimizer state."""
-
     gradient_bytes: int = 4  # of a gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that
     state_bytes: int = 12
     """Bytes of a parameter's fp32 main value and two moments. TransformerEngine's precision-aware optimizer stores only

@@ -1,7 +1,5 @@
 """Formats predictions and memory as tables for people."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -17,18 +15,12 @@ LIBRARIES = "workspaces, stand-ins of fused gradients"
 
 
 def memory_table(
-    states: States,
-    num_params: float,
-    profile: Profile,
-    prediction: Prediction,
-    before_disk_gib: float | None = None,
+    states: States, num_params: float, profile: Profile, prediction: Prediction, before_disk_gib: float | None = None,
     measured: Sequence[MemoryRow] = (),
-) -> str:
-    """Return the predicted memory of each kind on each tier at the device's peak.
+) -> str:  # fmt: skip
+    """Return the predicted memory of each kind on each tier at the device's peak, beside the ``measured`` memory.
 
-    Args:
-        before_disk_gib: host memory of the rank; offloaded bytes beyond it go to disk. None: there is no disk.
-        measured: memory of a run, in columns beside the predictions.
+    ``before_disk_gib`` is host memory of the rank; offloaded bytes beyond it go to disk. None: there is no disk.
     """
     offloaded_gib = states.offloaded_gib(num_params)
     host_gib = float("inf") if before_disk_gib is None else before_disk_gib
@@ -42,7 +34,8 @@ def memory_table(
                     f"{num_params / 1e9:.2f} billion on this rank{'; FP8 and its caches' if states.fp8_bytes else ''}"),
         "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
         "optimizer": ((states.kept_gib(num_params), split.state_in_host, split.state_on_disk),
-                      _offload_note(states)),
+                      f"{states.offload_fraction:.0%} of it is offloaded; its step takes {BUCKETS_GIB:g} GiB of "
+                      "buckets, once activations are gone" if states.offload_fraction else ""),
         "libraries": ((libraries_gib, 0, 0), f"{LIBRARIES}; measured as activations" if measured else LIBRARIES),
         "activations": ((activations_gib, split.activations_in_host, split.activations_on_disk),
                         f"with temporaries, {prediction.peak_at}"),
@@ -71,31 +64,21 @@ def _sums(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*rows, strict=True)))
 
 
-def _offload_note(states: States) -> str:
-    if not states.offload_fraction:
-        return ""
-    fraction = f"{states.offload_fraction:.0%} of it is offloaded"
-    return f"{fraction}; its step takes {BUCKETS_GIB:g} GiB of buckets, once activations are gone"
-
-
 def options_table(
     found: Sequence[Option], tokens: int, unfit: Mapping[str, int] = MappingProxyType({}),
     planned_by: str = "--swap-memory-gib …",
 ) -> str:  # fmt: skip
     """Return every option with the peak of each tier, tokens per second, whether it fits, and its flags.
 
-    Args:
-        tokens: those of a step.
-        unfit: name of an option that fits → another pipeline stage that it does not fit.
-        planned_by: the flag or call with which a run plans.
+    A step has ``tokens``. ``unfit``: name of an option that fits → another pipeline stage that it does not fit.
+    ``planned_by``: the flag or call with which a run plans.
     """
     table = [("option", "device GiB", "host GiB", "disk GiB", "tokens/s", "fits", "flags")]
     for one in found:
         rows = [f"{gib:.2f}" for gib in (one.device_gib, one.host_gib, one.disk_gib)]
         speed = "" if one.prediction is None else f"{tokens / one.prediction.step_ms * 1000:,.0f}"
         if one.prediction is None:
-            # No plan fits: this is the smallest feasible budget.
-            rows = [f"at least {one.needed_gib:g}", "", ""]
+            rows = [f"at least {one.needed_gib:g}", "", ""]  # no plan fits: this is the smallest feasible budget
         short = (planned_by, *one.flags) if one.is_planned else one.flags[:2]
         flags = " ".join(short) + (" …" if not one.is_planned and len(one.flags) > len(short) else "")
         fits = f"not stage {unfit[one.name]}" if one.name in unfit else "yes" if one.fits else "no"

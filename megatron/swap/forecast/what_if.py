@@ -1,11 +1,9 @@
 """Scales a profile to another link, sequence length or micro-batch size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.swap.forecast.figures import with_figures
-from megatron.swap.forecast.gpus import GPUS, Gpu
+from megatron.swap.forecast.gpus import GPUS
 from megatron.swap.forecast.shape import layer_class, non_layer_scaled, scaled
 from megatron.swap.planner.profile import Link, Profile
 
@@ -27,7 +25,10 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == profile.device.name), GPUS["h200"])
     # Bytes scale with the tokens. A layer's time scales with its FLOPs, and those of attention with the square of the
     # sequence length.
-    forward, backward = _ratios(profile, gpu, new.seq_length, new.micro_batch_size)
+    dense = replace(old, transformer_impl="transformer_engine", dtype="bf16", num_experts=None)
+    before = layer_class(dense, gpu, (0,))
+    then = layer_class(replace(dense, seq_length=new.seq_length, micro_batch_size=new.micro_batch_size), gpu, (0,))
+    forward, backward = then.forward_ms / before.forward_ms, then.backward_ms / before.backward_ms
     return with_figures(replace(
         profile,
         source=f"{profile.source}; scaled to sequences of {new.seq_length}, micro-batches of {new.micro_batch_size}",
@@ -37,11 +38,3 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
         optimizer_gib=profile.optimizer_gib * (1.0 if profile.layers else tokens),
         hook_ms=0.0,  # with other sizes the device waits for the host elsewhere
     ))  # fmt: skip
-
-
-def _ratios(profile: Profile, gpu: Gpu, seq_length: int, micro_batch_size: int) -> tuple[float, float]:
-    """Return the ratios of a layer's new to its old forward and backward time, by arithmetic on ``gpu``."""
-    dense = replace(profile.model, transformer_impl="transformer_engine", dtype="bf16", num_experts=None)
-    old = layer_class(dense, gpu, (0,))
-    new = layer_class(replace(dense, seq_length=seq_length, micro_batch_size=micro_batch_size), gpu, (0,))
-    return new.forward_ms / old.forward_ms, new.backward_ms / old.backward_ms

@@ -24,8 +24,7 @@ class SwapCallback(Callback):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Install swapping. Raises as ``swap.install``, and if Bridge reads offloaded optimizer state."""
-        # By now the model is wrapped, the optimizer is built and the checkpoint is loaded.
-        config = context.state.cfg
+        config = context.state.cfg  # by now the model is wrapped, the optimizer is built and the checkpoint is loaded
         refuse_two_offloaders(self._settings, "logger.log_params_norm", config.logger.log_params_norm)
         refuse_two_offloaders(self._settings, "checkpoint.async_save", config.checkpoint.async_save)
         self.swapped = install(context.model, context.optimizer, **self._settings)

@@ -12,9 +12,7 @@ from megatron.swap.run.install import install
 from megatron.swap.run.run import Run
 
 
-def before_train_step(
-    **settings: Any,
-) -> Callable[[Any, int, int, Sequence[nn.Module], Any, Any], None]:
+def before_train_step(**settings: Any) -> Callable[[Any, int, int, Sequence[nn.Module], Any, Any], None]:
     """Return a function for ``--custom-megatron-before-train-step-hook-path``: assign it to a name of your module.
 
     ``settings``: the arguments of ``swap.install`` but the model and the optimizer.

@@ -9,14 +9,10 @@ from megatron.swap.common.types import UsageError
 
 
 def refuse_two_offloaders(settings: Mapping[str, Any], option: str, is_on: bool) -> None:
-    """Raise ``UsageError`` if settings offload state which the framework moves, reads or resets between steps.
-
-    ``option`` is the framework's, as its user writes it.
-    """
+    """Raise ``UsageError`` if the framework's ``option`` moves, reads or resets state that settings offload."""
     ours = (settings.get("config") or {}).get("optimizer")
     if is_on and ours:
         raise UsageError(
             f"optimizer {ours} cannot be combined with {option}, which moves, reads or resets optimizer state between "
-            "steps. "
-            f"Drop optimizer from config, or turn {option} off."
+            f"steps. Drop optimizer from config, or turn {option} off."
         )

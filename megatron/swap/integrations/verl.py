@@ -17,10 +17,8 @@ def register(**settings: Any) -> None:
 
     ``settings``: the arguments of ``swap.install`` but the model and the optimizer.
     """
-    for model_type, engine in (
-        ("language_model", MegatronEngineWithLMHead),
-        ("value_model", MegatronEngineWithValueHead),
-    ):
+    engines = {"language_model": MegatronEngineWithLMHead, "value_model": MegatronEngineWithValueHead}
+    for model_type, engine in engines.items():
         # verl prefers a vendor's engine to the engine of all CUDA devices. Its own engines have no vendor.
         registered = EngineRegistry.register(model_type=model_type, backend="megatron", device="cuda", vendor="nvidia")
         registered(swapping(engine, settings))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from megatron.swap.optimizer.wrapped import drop_caches, stored
 
 ALIGNED_ELEMENTS = 128  # shards begin at a multiple of it: vectorized kernels read aligned memory faster
 MAIN = "main"  # a parameter's own values among its offloaded tensors
+T = TypeVar("T")
 
 
 class OffloadedTensor:
@@ -141,7 +142,7 @@ def placeholder(like: torch.Tensor | OffloadedTensor, dtype: torch.dtype) -> tor
     return torch.full((), value, dtype=dtype, device=like.device).expand(like.shape)
 
 
-def batches[T](items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+def batches(items: Iterable[T], bytes_of: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
     """Yield ``items`` in their order, in batches of at most ``most_bytes``, or of a single larger one."""
     batch: list[T] = []
     batch_bytes = 0

@@ -1,7 +1,5 @@
 """The effect of a plan on each layer of a profile: saves, uses, frees and recomputations, with their times."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +13,6 @@ from megatron.swap.planner.profile import UNKNOWN, LayerClass, ModelFigures, Pro
 
 @dataclass(frozen=True)
 class Recomputation:
-    """A recomputation in backward."""
-
     at_ms: float  # its results are needed; it runs right before
     cost_ms: float
     mib: float  # of its results
@@ -35,8 +31,6 @@ class _RecomputeUnit:
 
 @dataclass(frozen=True)
 class LayerScript:
-    """A layer under a plan."""
-
     forward_ms: float
     backward_ms: float
     saves: tuple[tuple[float, float, Action], ...]  # (saved_at_ms, mib, action) in forward
@@ -72,10 +66,7 @@ class LayerScript:
 
 
 def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
-    """Return the script of every layer of the profile. Equal layers share one object.
-
-    Raises a ``UsageError`` if the plan names unknown sites or sections, or a site that cannot be recomputed.
-    """
+    """Return the script of every layer, equal layers the same object, or raise a ``UsageError`` as ``layer_script``."""
     cache: dict[tuple, LayerScript] = {}
     result: dict[int, LayerScript] = {}
     for entry in profile.layers:
@@ -92,7 +83,6 @@ def layer_script(
     entry: LayerClass, actions: dict[str, Action], sections: tuple[str, ...], where: str = "a layer",
     figures: ModelFigures = UNKNOWN,
 ) -> LayerScript:  # fmt: skip
-    """Return the script of a layer of class ``entry`` with ``actions`` for sites and with ``sections`` recomputed."""
     sites = {site.site: site for site in entry.sites}
     known = {section.name: section for section in entry.sections}
     for names, there, what in ((actions, sites, "site"), (sections, known, "section")):
@@ -126,7 +116,6 @@ def layer_script(
             ]  # fmt: skip
             units.append(_section_unit(section, tuple(together)))
             of_section.update(together)
-
     read = {name for unit in units for name in unit.needs}
     saved = [site for site in entry.sites if site.site in read or not site.is_unsaved]
     needed = {name: site.needed_at_ms for name, site in sites.items()}

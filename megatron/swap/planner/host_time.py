@@ -1,7 +1,5 @@
 """The host's time in a layer's forward, where the GPU may wait for the host."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megatron.swap.common.types import Action
@@ -18,10 +16,7 @@ WHOLE_LAYER = 1 + WHOLE + SWAPPED_SITE  # a layer that is recomputed whole and o
 
 
 def forward_host_ms(own_ms: float, actions: Mapping[str, Action], is_whole: bool) -> float:
-    """Return the host's time in a layer's forward, of which the layer's own work is ``own_ms``.
-
-    ``actions`` has the action of each site. ``is_whole`` if the layer is recomputed whole.
-    """
+    """Return the host's time in a layer's forward; ``own_ms`` are the layer's own, ``actions`` those of its sites."""
     num_swapped = sum(action is Action.SWAP for action in actions.values())
     if is_whole:
         return own_ms * (1 + WHOLE + SWAPPED_SITE * num_swapped)

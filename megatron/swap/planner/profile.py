@@ -40,8 +40,6 @@ MS_PER_MIB = 2**20 / 1e6  # ms to copy one MiB at 1 GB/s
 
 @dataclass(frozen=True)
 class Device:
-    """The accelerator."""
-
     name: str
     memory_gib: float  # that a process can use
 
@@ -114,8 +112,6 @@ class NonLayer:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Position of the rank in the pipeline."""
-
     size: int = 1
     rank: int = 0
     chunks: tuple[tuple[int, ...], ...] = ()  # layers of each virtual stage, in model order
@@ -128,8 +124,6 @@ def is_unsaved(site: str) -> bool:
 
 @dataclass(frozen=True)
 class SiteProfile:
-    """A storage that autograd saves in a layer."""
-
     site: str  # path/ordinal
     mib: float
     saved_at_ms: float  # in the layer's forward
@@ -331,7 +325,6 @@ class Profile:
 
     @property
     def _copied_weights(self) -> float:
-        """Weights of this rank that have copies."""
         here = {layer for entry in self.layers for layer in entry.layers}
         return self.figures.copied_weights * len(here - set(self.figures.uncopied_layers)) / self.model.tensor_parallel
 

@@ -5,8 +5,6 @@ copies beyond the window in which they overlap with compute. With the windows of
 ``simulate`` times is faster than the program's optimum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -128,8 +126,6 @@ class Counts:
 
 @dataclass(frozen=True)
 class Answer:
-    """A solution of the program."""
-
     counts: tuple[Counts, ...]  # of each block
     out_exposed_ms: float  # copies of a micro-batch
     in_exposed_ms: float
@@ -139,8 +135,6 @@ class Answer:
 
 
 class Program:
-    """The mixed-integer program of one profile, for any budget and windows."""
-
     # Columns: for each block its sections, recomputed sites, swapped sites, touched layers (which swap), and watched
     # layers (which recompute sites) if the host's time counts. Then, in ms, the exposed time of a micro-batch's
     # offloads, of its reloads, and of the host in the first micro-batch beyond its offloads. Then the peak above static
@@ -210,12 +204,8 @@ class Program:
     ) -> Answer | None:  # fmt: skip
         """Return the fastest counts that fit; ``None`` if nothing fits.
 
-        Args:
-            budget_gib: limit of the peak, which counts as ``Prediction.peak_gib``.
-            host_gib: limit of host memory.
-            windows: time in which copies overlap with compute.
-            minimize_memory: minimise the peak instead of the time.
-            gap: relative gap to the optimum at which the solver may stop.
+        ``budget_gib`` limits the peak, which counts as ``Prediction.peak_gib``. With ``minimize_memory`` the peak is
+        minimised instead of the time. At a relative ``gap`` to the optimum the solver may stop.
         """
         profile = self._profile
         rows: list[np.ndarray] = []
@@ -302,10 +292,7 @@ class Program:
                         at_most(row, 0)
 
     def _host_waits(self, early_ms: float) -> tuple[np.ndarray, float]:
-        """Return a row and its limit: the first forward takes at least the host's time and ``early_ms``.
-
-        The row has no entries if the host's time does not count.
-        """
+        """Return a row and its limit: the first forward takes the host's time and ``early_ms``. Empty if unknown."""
         row, room_ms = self._row(), -early_ms
         for number, block in enumerate(self.blocks):
             own_ms = block.entry.host_ms
@@ -325,7 +312,6 @@ class Program:
         return row, room_ms
 
     def _watch_recomputation(self, at_most: Callable[[np.ndarray, float], None]) -> None:
-        """Count layers that recompute sites as watched."""
         for i, (number, kind, name) in enumerate(self.columns):
             watched = self._index.get((number, "watched", ""))
             if watched is not None and (kind == "recompute" or (kind == "section" and name != LAYER_SECTION)):

@@ -1,7 +1,5 @@
 """The order in which a pipeline rank runs forwards and backwards, as Megatron's schedules do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -73,17 +73,12 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
         peak_gib = profile.optimizer_gib + fragments_gib
         peak_at = "in the optimizer's step" if profile.layers else "outside the layers"
     return Prediction(
-        peak_gib=profile.static_gib + peak_gib,
-        peak_at=peak_at,
+        peak_gib=profile.static_gib + peak_gib, peak_at=peak_at,
         step_ms=elapsed + profile.non_layer.optimizer_ms + (size - 1) / len(profile.chunks) * each[0],
-        out_stall_ms=out_stall,
-        in_stall_ms=in_stall,
-        host_wait_ms=step.host_wait_ms,
-        recompute_ms=recompute,
-        host_gib=step.host_peak_mib / MIB_PER_GIB,
-        fragments_gib=fragments_gib,
+        out_stall_ms=out_stall, in_stall_ms=in_stall, host_wait_ms=step.host_wait_ms, recompute_ms=recompute,
+        host_gib=step.host_peak_mib / MIB_PER_GIB, fragments_gib=fragments_gib,
         timeline=tuple((at, profile.static_gib + mib / MIB_PER_GIB, where) for at, mib, where in step.timeline),
-    )
+    )  # fmt: skip
 
 
 def _brings_back_inputs_alone(plan: Plan) -> bool:
@@ -93,8 +88,6 @@ def _brings_back_inputs_alone(plan: Plan) -> bool:
 
 @dataclass(eq=False, slots=True)
 class _Storage:
-    """A swapped storage."""
-
     mib: float
     group: _Group
     state: str = "resident"  # or offloading, offloaded, reloading, reloaded, kept
@@ -171,7 +164,6 @@ class _Step:
         self.host_wait_ms = 0.0
         self.timeline: list[tuple[float, float, str]] = []
         self.marks: list[tuple[float, float, float, float]] = []
-
         chunks, size, rank = profile.chunks, profile.pipeline.size, profile.pipeline.rank
         self._positions: dict[int, LayerPosition] = {}
         for number, chunk in enumerate(chunks):
@@ -213,8 +205,6 @@ class _Step:
             mib for _, mib, action in self._scripts[layer].saves
             if action is Action.KEEP or (tail and action is Action.SWAP)
         )
-
-    # ------------------------------------------------------------------ forward
 
     def _forward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
         non_layer = self._profile.non_layer
@@ -316,8 +306,6 @@ class _Step:
         self._out_stall += waited
         return waited
 
-    # ----------------------------------------------------------------- backward
-
     def _backward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
         non_layer = self._profile.non_layer
         if unit.chunk == self._non_layer_chunk:
@@ -340,7 +328,6 @@ class _Step:
         while group.to_fetch:
             self._reload(group.to_fetch.pop())
         self._prefetch()
-
         storages = group.storages
         begin, temporary_mib, before_mib, changed_at_ms = self._now, 0.0, 0.0, -inf
         for at_ms, kind, i in script.backward_events:

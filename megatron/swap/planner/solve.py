@@ -1,7 +1,5 @@
 """Finds the fastest plan within a memory budget: the program proposes plans, and ``simulate`` evaluates them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context
@@ -41,8 +39,6 @@ TIGHTER_GIB = 1e-4
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of the search."""
-
     # Fraction of the program's windows. Smaller windows make the program swap less. Prefetched tensors take memory too,
     # so less swapping may fit where more does not.
     window: float
@@ -90,12 +86,8 @@ Assignment = tuple[tuple[tuple[int, ...], LayerClass, tuple[tuple[str, str], ...
 def solve(profile: Profile, budget_gib: float, max_plans: int = 3, reserve_gib: float | None = None) -> Solution:
     """Plan ``profile`` within ``budget_gib``, less the largest reserve for fragmentation with which a plan fits.
 
-    Args:
-        budget_gib: memory that the device may reserve.
-        reserve_gib: the reserve, if training has shown it; below 0 if a plan held less than predicted.
-
-    Raises:
-        Infeasible: no plan fits. Names the smallest feasible budget, and changes that lower it.
+    Training may have shown the reserve, ``reserve_gib``; it is below 0 if a plan held less than predicted. Raises
+    ``Infeasible`` with the smallest feasible budget, and changes that lower it.
     """
     search = _Search(profile)
     reserves_gib = profile.reserves_gib if reserve_gib is None else (reserve_gib,)
@@ -159,7 +151,6 @@ def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
 
 
 def smallest_budget(profile: Profile) -> float:
-    """Return the smallest budget for which a plan is found, in GiB."""
     search = _Search(profile)
     search.simulate_smallest()
     least_gib = min(prediction.peak_gib for _, prediction in search.fitting(float("inf")))
@@ -387,9 +378,7 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
 
 def _window_gib(plan: Plan, fraction: float) -> float | None:
     """Return ``fraction`` of the largest layer's swapped GiB; ``None`` if no layer swaps."""
-    swapped = [
-        sum(site.mib or 0.0 for site in entry.sites.values() if site.action == "swap") for entry in plan.classes
-    ]  # fmt: skip
+    swapped = [sum(site.mib or 0.0 for site in entry.sites.values() if site.action == "swap") for entry in plan.classes]
     # Rounded up, so that a window of one largest layer holds that layer.
     return ceil(fraction * max(swapped, default=0.0) / MIB_PER_GIB * 1e6) / 1e6 or None
 

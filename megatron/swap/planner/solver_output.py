@@ -1,10 +1,4 @@
-"""Drops the lines that HiGHS prints unasked.
-
-Some versions print a line of their developers to C's standard output, dozens of times a plan, whatever the options
-(HiGHS.jl issue 312; scipy 1.18.1 has such a version).
-"""
-
-from __future__ import annotations
+"""Drops developers' lines that some versions of HiGHS print unasked (HiGHS.jl issue 312; scipy 1.18.1 has one)."""
 
 import ctypes
 import functools
@@ -51,7 +45,6 @@ class _Memory:
             raise MemoryError
 
     def take(self) -> bytes:
-        """Return the bytes printed since the last call."""
         file = ctypes.c_void_p(self.file)
         self._libc.flockfile(file)
         try:

@@ -1,7 +1,5 @@
 """Chooses the fraction of optimizer state to offload, which frees memory for activations and lengthens the step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.swap.common.plan import Infeasible
@@ -92,13 +90,10 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
     if host_gib is not None and profile.allocator_gib is None:
         host_gib += (state.fraction - fraction) * state.state_gib - (state.disk_gib - other.disk_gib)
     return replace(
-        profile,
-        host_gib=host_gib,
-        static_gib=profile.static_gib + (state.fraction - fraction) * state.state_gib,
+        profile, host_gib=host_gib, static_gib=profile.static_gib + (state.fraction - fraction) * state.state_gib,
         non_layer=replace(profile.non_layer, optimizer_ms=optimizer_ms),
-        optimizer_gib=max(0.0, profile.optimizer_gib - buckets_gib),
-        offloaded_state=other,
-    )
+        optimizer_gib=max(0.0, profile.optimizer_gib - buckets_gib), offloaded_state=other,
+    )  # fmt: skip
 
 
 def _named(profile: Profile, solution: Solution, bound_ms: float) -> Solution:
@@ -119,5 +114,4 @@ def copies_ms(profile: Profile) -> float:
 
 
 def _offload_ms(profile: Profile, state: OffloadedState, fraction: float) -> float:
-    """Return the time of copying ``fraction`` of the state to the host, in ms."""
     return fraction * state.state_gib * MIB_PER_GIB * profile.out_ms_per_mib

@@ -1,7 +1,5 @@
 """Formats plans as tables for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from megatron.swap.common.plan import Plan
@@ -65,7 +63,6 @@ def _why_kept(site: NonLayerSite, profile: Profile) -> str:
 
 
 def gib_text(gib: float) -> str:
-    """Return ``gib`` GiB in the unit that suits it."""
     return format_bytes(gib * GIB)
 
 

@@ -1,7 +1,5 @@
 """Detects that steps no longer match their plan: they save more, save less, or are slower. Patience is learned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron.swap.planning.workload import DRIFT, Step, Workload
@@ -16,8 +14,7 @@ OTHER_TENSORS = 4
 """Multiple of that patience for steps that save as much in other tensors. The plan fits them too if only the number of
 packed documents has changed, which chance decides in each step."""
 SOON = 4  # multiple of the patience, in steps, within which larger steps count as back soon
-PATIENCE_RARE = 1
-"""Rare larger steps, close to each other, before they get a plan. Doubled when recording saw none."""
+PATIENCE_RARE = 1  # rare larger steps, close to each other, before they get a plan. Doubled when recording saw none.
 PATIENCE_SLOWER = 20  # slow steps in a row before the workload is measured again; doubled each time
 
 
@@ -71,8 +68,7 @@ class ChangeDetector:
         self._num_smaller = 0
         if before.covers(step):
             self._smaller_at = step.number
-            # No plan exists for such steps, so they are measured.
-            if not is_known:
+            if not is_known:  # no plan exists for such steps, so they are measured
                 self._patience_smaller *= 2
         elif self._smaller_at is not None and step.number - self._smaller_at <= SOON * self._patience_smaller:
             self._patience_smaller *= 2

@@ -4,8 +4,6 @@ The process group runs on the CPU (gloo), so that no rank waits for its device. 
 the failed rank still takes part in the collective, and tells the others why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -58,13 +56,11 @@ class Ranks:
         most = torch.tensor([*figures, failure is not None], dtype=torch.float64)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
         ms, peak_gib, num_tensors, saved_mib, num_micro_batches, full_gib, has_failed = most.tolist()
-        # A second collective carries the error, which is no number.
-        if has_failed:
+        if has_failed:  # a second collective carries the error, which is no number
             self.gather(lambda: _result_or_raise(failure))
         return replace(
             step,
-            # A time that one rank does not know stays unknown.
-            ms=None if ms == UNKNOWN_MS else ms,
+            ms=None if ms == UNKNOWN_MS else ms,  # a time that one rank does not know stays unknown
             peak_gib=peak_gib,
             num_tensors=num_tensors,
             saved_mib=saved_mib,

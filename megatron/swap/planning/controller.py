@@ -3,14 +3,10 @@
 Everything happens between two steps, on all ranks at once, and every step trains. One plan covers the whole model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from megatron.swap.common.plan import Plan, save_plan
 from megatron.swap.common.settings import Settings
@@ -25,6 +21,7 @@ from megatron.swap.planning.target import PlanTarget, RunParts
 from megatron.swap.planning.workload import Step, Workload
 from megatron.swap.planning.workload_profiler import WorkloadProfiler
 
+SAVE_PLAN, SAVE_PROFILE = "--swap-save-plan", "--swap-save-profile"
 FULL_BYTES = GIB // 2  # assumed excess of a step in which the device was full: the true excess is not known
 
 
@@ -32,38 +29,26 @@ class PlanFiles:
     """Writes plan and profile where the settings ask for them. ``say`` takes a line if that fails."""
 
     def __init__(self, settings: Settings, rank: int, stage: int, say: Callable[[str], None]) -> None:
-        self._plan_path, self._profile_path = settings.save_plan, settings.save_profile
+        asked = {SAVE_PLAN: settings.save_plan, SAVE_PROFILE: settings.save_profile}
+        self.paths = {flag: Path(path) for flag, path in asked.items() if path is not None}  # by flag
         self._rank, self._stage, self._say = rank, stage, say
-
-    @property
-    def flags(self) -> list[str]:
-        """The flags that ask for a file."""
-        paths = {"--swap-save-plan": self._plan_path, "--swap-save-profile": self._profile_path}
-        return [flag for flag, path in paths.items() if path is not None]
 
     def save(self, plan: Plan | None, profile: Profile, leaders: dict[int, int]) -> None:
         """Write the whole model's plan (rank 0), and the profile of this rank's stage (``leaders[stage]``)."""
-        if self._plan_path is not None and plan is not None and self._rank == 0:
-            path = self._plan_path
-            self._write("--swap-save-plan", lambda: save_plan(plan, path))
-        if self._profile_path is not None and leaders[self._stage] == self._rank:
-            target = Path(self._profile_path)
-            if len(leaders) > 1:
-                target = target.with_name(f"{target.stem}.stage-{self._stage}{target.suffix}")
-            self._write("--swap-save-profile", lambda: save_profile(profile, target))
-
-    def _write(self, flag: str, save: Callable[[], None]) -> None:
-        try:
-            save()
-        except OSError as error:
-            self._say(f"{flag} was not written: {error}")
+        for flag, path in self.paths.items():
+            try:
+                if flag == SAVE_PLAN:
+                    if plan is not None and self._rank == 0:
+                        save_plan(plan, path)
+                elif leaders[self._stage] == self._rank:
+                    of_stage = f"{path.stem}.stage-{self._stage}{path.suffix}"
+                    save_profile(profile, path.with_name(of_stage) if len(leaders) > 1 else path)
+            except OSError as error:
+                self._say(f"{flag} was not written: {error}")
 
 
 class AutoPlan:
-    """The planner beside a training run, of a model whose layers have their boundaries.
-
-    ``say`` takes a line for users that is equal on all ranks, ``say_here`` lines of this rank alone.
-    """
+    """The planner beside a training run. ``say`` takes a line that all ranks have, ``say_here`` lines of this rank."""
 
     def __init__(
         self, target: PlanTarget, parts: RunParts, say: Callable[[str], None], say_here: Callable[[Sequence[str]], None]
@@ -77,12 +62,9 @@ class AutoPlan:
         self._meter = StepMeter(target, parts)
         self._profiler = WorkloadProfiler(target, parts, self.ranks)
         self._planner = PipelinePlanner(self.ranks, parts.pipeline_rank, target.settings.max_candidates)
-        self._files = PlanFiles(
-            target.settings, self.ranks.rank, parts.pipeline_rank, lambda line: say_here([line])
-        )  # fmt: skip
+        self._files = PlanFiles(target.settings, self.ranks.rank, parts.pipeline_rank, lambda line: say_here([line]))
         self._guard = parts.guard
         self._reported: dict[str, Plan | None] = {}
-        self._undo: list[Callable[[], None]] = [self._profiler.close]
         self.has_switched = False  # whether the next step holds another amount of memory than the last one
         # Measurements of the last step, the worst of all ranks; None if there was none.
         self.last_step: Step | None = None
@@ -90,18 +72,8 @@ class AutoPlan:
         budget = format_bytes(target.budget_gib * GIB)
         say(f"at most {budget} of device memory; the first steps are measured")
 
-    def add_chunk(self, chunk: nn.Module) -> None:
-        """Add a model chunk; call it for each chunk of this rank, in order."""
-        self._profiler.timer.add_chunk(chunk)
-
-    def chunk_begins(self, chunk: nn.Module) -> None:
-        """Measure the forward of ``chunk``, which begins."""
+    def chunk_begins(self) -> None:
         self._meter.chunk_begins()
-        self._profiler.timer.chunk_begins(chunk)
-
-    def chunk_ends(self, chunk: nn.Module) -> None:
-        """Measure the forward of ``chunk``, which has ended."""
-        self._profiler.timer.chunk_ends(chunk)
 
     @property
     def stage(self) -> str:
@@ -128,24 +100,16 @@ class AutoPlan:
         self._report_once("tier", f"no room outside the device for some saved tensors: they are kept for now ({error})")
 
     def close(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    # ------------------------------------------------------------ between steps
+        self._profiler.timer.abandon()
 
     def step_ended(
         self, number: int, short_bytes: int = 0, num_retries: int = 0, *, has_new_numbers: bool = False
     ) -> None:
         """End step ``number``: measure it, agree with the other ranks, decide, and switch.
 
-        Args:
-            short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
-            num_retries: allocations for which the allocator released its whole cache.
-            has_new_numbers: the layers have other numbers from the next step on, so all measurements are void.
-
-        Raises:
-            Infeasible: no plan fits the budget, and none was made before.
-            RankError: another rank failed.
+        The device had no room for ``short_bytes``, because it has less memory than the budget allows. For
+        ``num_retries`` allocations the allocator released its cache. ``has_new_numbers`` as in ``StateMachine``.
+        Raises ``Infeasible`` if no plan fits and none was made before, and ``RankError`` if another rank failed.
         """
         self.has_switched = self._target.policy.is_short
         step = self.last_step = self.ranks.worst(lambda: self._measure(number, short_bytes, num_retries))
@@ -179,9 +143,9 @@ class AutoPlan:
             if plan is not None:  # layers that are recomputed whole can be timed with little beside them
                 self.ranks.all_or_none(lambda: self._apply_plan(plan))
         elif transition.measurement is not Measurement.RECORD:
-            self._profiler.stop_recording()
+            self._parts.recorder.abandon()
         if transition.measurement is Measurement.TIME:
-            self._profiler.time(number)
+            self._profiler.timer.start(number)
         if transition.is_new_plan:
             self.ranks.all_or_none(lambda: self._apply_plan(transition.plan))
         elif self._target.policy.is_short:
@@ -227,14 +191,12 @@ class AutoPlan:
             self._reported[what] = self._machine.plan
             self._say_here([line])
 
-    # ------------------------------------------------------------------ results
-
     def finish(self) -> None:
         """Report, if training ended before a plan was chosen, and save a plan that is being tried."""
         machine = self._machine
         if machine.has_been_stable:
             return
-        flags = " and ".join(self._files.flags)
+        flags = " and ".join(self._files.paths)
         line = f"training ended before a plan was chosen, which takes up to {machine.num_steps_needed} steps"
         if machine.planned is not None:
             self._save()
@@ -256,7 +218,6 @@ class AutoPlan:
             self._files.save(plan, profile, self._planner.leaders)
 
     def summary(self) -> dict[str, Any]:
-        """Return the part of the JSON summary under ``planning``."""
         machine, plan = self._machine, self._machine.plan
         predicted = None if plan is None else plan.predicted
         ends = [entry.first_step - 1 for entry in machine.history[1:]]
@@ -269,13 +230,8 @@ class AutoPlan:
             "num_replans": machine.num_replans,
             "num_infeasible": machine.num_infeasible,
             "stages": [
-                {
-                    "stage": entry.stage.value,
-                    "first_step": entry.first_step,
-                    "last_step": last,
-                    "note": entry.note,
-                    "predicted_peak_gib": entry.predicted_peak_gib,
-                }
+                {"stage": entry.stage.value, "first_step": entry.first_step, "last_step": last, "note": entry.note,
+                 "predicted_peak_gib": entry.predicted_peak_gib}
                 for entry, last in zip_longest(machine.history, ends)
             ],
-        }
+        }  # fmt: skip

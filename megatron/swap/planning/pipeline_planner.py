@@ -1,7 +1,5 @@
 """Plans for the whole model: in each pipeline stage one rank solves for the stage's layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron.swap.common.plan import Infeasible, Plan, merged
@@ -12,8 +10,6 @@ from megatron.swap.planning.consensus import Ranks
 
 
 class PipelinePlanner:
-    """Solves for plans on all ranks together."""
-
     def __init__(self, ranks: Ranks, pipeline_rank: int, max_candidates: int) -> None:
         self._ranks = ranks
         self._pipeline_rank = pipeline_rank
@@ -26,23 +22,16 @@ class PipelinePlanner:
         return None if None in of_ranks else of_ranks[self._ranks.rank]
 
     def plans(self, profile: Callable[[], Profile], budget_gib: float, reserve_gib: float | None) -> list[Plan]:
-        """Return the best plans of the whole model, the same on all ranks.
+        """Return the best plans of the whole model within ``budget_gib`` of each device, the same on all ranks.
 
-        Args:
-            profile: returns the profile of this rank.
-            budget_gib: budget of each device.
-            reserve_gib: memory to leave free, as in ``solve``; None: as much as the profile says.
-
-        Raises:
-            Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.
-            RankError: another rank failed in another way.
+        ``profile`` returns this rank's; ``reserve_gib`` as in ``solve``. Raises ``Infeasible`` if a stage has no plan,
+        its ``smallest_gib`` enough for all stages, and ``RankError`` if another rank failed in another way.
         """
         of_ranks = self._ranks.gather(lambda: (self._pipeline_rank, profile()))
         leaders: dict[int, int] = {}
         for rank, (stage, other) in enumerate(of_ranks):
             if stage not in leaders or other.saved_mib > of_ranks[leaders[stage]][1].saved_mib:
-                # In each stage the rank that saves most solves.
-                leaders[stage] = rank
+                leaders[stage] = rank  # in each stage the rank that saves most solves
         self.leaders = leaders
         mine = of_ranks[self._ranks.rank][1]
 

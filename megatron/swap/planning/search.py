@@ -1,7 +1,5 @@
 """The search over candidate plans: each runs for a few training steps, the fastest within the budget wins."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -23,13 +21,10 @@ class Trial:
 
 
 class CandidateSearch:
-    """Candidate plans that are still to be tried, and results of those that were."""
-
     def __init__(self, plans: Sequence[Plan], too_high_gib: float = inf) -> None:
         # ``plan``: the candidate that runs now. Another may take its place; results so far stay.
         self.plan, *self._waiting = plans
-        # Lowest predicted peak that proved too high in earlier searches.
-        self._too_high_gib = too_high_gib
+        self._too_high_gib = too_high_gib  # lowest predicted peak that proved too high in earlier searches
         self._trials: list[Trial] = []
 
     @property
@@ -43,8 +38,6 @@ class CandidateSearch:
         self.plan = self._waiting.pop(0)
 
     def has_tried(self, plan: Plan) -> bool:
-        """Whether a plan that does the same was tried."""
-
         def what(one: Plan) -> tuple[object, ...]:
             return one.classes, one.prefetch_gib, one.offload_fraction
 
@@ -77,7 +70,6 @@ class CandidateSearch:
         return min(self._trials, key=lambda trial: (trial.over_gib, trial.peak_gib))
 
     def describe(self, trial: Trial) -> str:
-        """Return a line for users on the chosen ``trial``."""
         predicted = trial.plan.predicted
         text = f"plan {self._trials.index(trial) + 1} of {len(self._trials)}, {_figures(trial.ms, trial.peak_gib)}"
         if predicted is not None:

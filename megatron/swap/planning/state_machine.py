@@ -10,8 +10,6 @@ timed with layers recomputed whole, if that fits.
 that was planned before gets its plan at once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,8 +40,6 @@ class Stage(Enum):
 
 
 class Measurement(Enum):
-    """Measurements of the next step."""
-
     NONE = auto()  # only the measurements of every step
     RECORD = auto()  # which storages the step saves, and when
     FINISH_RECORDING = auto()  # none: the profile is built, the next step settles, and steps behind it are timed
@@ -52,8 +48,6 @@ class Measurement(Enum):
 
 @dataclass(frozen=True)
 class Transition:
-    """The decision after a step."""
-
     stage: Stage  # stage of the next step
     plan: Plan | None = None  # plan of the next step; None: the safe policy
     is_new_plan: bool = False  # the last step ran under another plan
@@ -74,8 +68,6 @@ class StageEntry:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Bounds of the search for a plan."""
-
     budget_gib: float  # most memory that the device may hold
     max_candidates: int  # plans that are tried
     keeps_time: bool = True  # whether the device's times are meaningful, so that slower steps lead to a new plan
@@ -132,8 +124,6 @@ class _Searching:
 
 @dataclass
 class _Stable:
-    """Stage STABLE."""
-
     workload: Workload
     plan: Plan
     num_steps: int = 0
@@ -210,8 +200,6 @@ class StateMachine:
             case _Stable():
                 return self._watch(state, step)
 
-    # ------------------------------------------------------------------ profile
-
     def _record(self, state: _Recording, step: Step) -> Transition:
         if state.num_steps <= SETTLING_STEPS:
             return self._stay(Measurement.RECORD, self._warn_while_measuring(step))
@@ -250,8 +238,6 @@ class StateMachine:
 
     def _begin_profile(self, step: Step, why: str) -> Transition:
         return self._enter(step, _Recording(step.saved_mib), why)
-
-    # ------------------------------------------------------------------- search
 
     def _first_plans(self, workload: Workload) -> tuple[Sequence[Plan], tuple[str, ...]]:
         """Return plans for a workload that was just measured, and lines for users, or raise ``Infeasible``."""
@@ -345,8 +331,7 @@ class StateMachine:
 
     def _tighten(self, state: _Searching | _Stable, step: Step, lowest: Trial) -> Transition:
         """Plan again with a smaller budget, since even the lowest measured peak is above the budget."""
-        # No plan was predicted to fit the first workload, and none did.
-        if self._refusal is not None:
+        if self._refusal is not None:  # no plan was predicted to fit the first workload, and none did
             raise self._refusal
         workload, budget_gib = state.workload, self._limits.budget_gib
         above = f"{format_bytes(lowest.over_gib * GIB)} above the budget"
@@ -368,8 +353,6 @@ class StateMachine:
         # Training goes on under the plan that exceeds the budget least: it runs.
         note = f"no plan was found that does better: the peak stays {where}"
         return self._settle(step, workload, lowest.plan, None, note, lines)
-
-    # ------------------------------------------------------------------- stable
 
     def _watch(self, state: _Stable, step: Step) -> Transition:
         workload = state.workload
@@ -405,26 +388,19 @@ class StateMachine:
         return self._nearest_known(step) is not None
 
     def _nearest_known(self, step: Step) -> Workload | None:
-        """Return the workload with a plan that is nearest to ``step``."""
         alike = [workload for workload in self._known if workload.is_like(step)]
         return min(alike, key=lambda workload: abs(workload.saved_mib - step.saved_mib), default=None)
 
     def _take_up(self, step: Step, known: Workload, why: str) -> Transition:
         return self._settle(step, known, self._known[known], known.best_ms, f"{why}: the plan is known")
 
-    # -------------------------------------------------------------- transitions
-
     def _stay(self, measurement: Measurement = Measurement.NONE, lines: tuple[str, ...] = ()) -> Transition:
         return Transition(self.stage, self.plan, measurement=measurement, lines=lines)
 
     def _enter(
-        self,
-        step: Step,
-        state: _Recording | _Searching | _Stable,
-        note: str,
-        predicted_peak_gib: float | None = None,
+        self, step: Step, state: _Recording | _Searching | _Stable, note: str, predicted_peak_gib: float | None = None,
         lines: tuple[str, ...] = (),
-    ) -> Transition:
+    ) -> Transition:  # fmt: skip
         first_step = step.number + 1
         self.history.append(StageEntry(first_step, state.stage, note, predicted_peak_gib))
         line = f"{state.stage.value} from step {first_step}: {note}"

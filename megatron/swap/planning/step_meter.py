@@ -1,7 +1,5 @@
 """Measures each training step: time, peak memory, saved bytes. Work between two steps does not count."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron.swap.common.types import GIB, MIB, UsageError, format_bytes
@@ -63,7 +61,6 @@ class StepMeter:
         self._clock.forget()
 
     def _exceeded(self) -> None:
-        """Keep as little as possible until the step ends."""
         self._target.policy.is_short = True
 
     def end_step(self, number: int, footprint: Footprint, wait: bool, full_gib: float, short_bytes: int) -> Step:
@@ -82,10 +79,7 @@ class StepMeter:
         self._is_between_steps = True
 
     def chunk_begins(self) -> None:
-        """Measure the forward of a model chunk, which begins.
-
-        Call it before the recorder: memory from between the steps must be released when the step is recorded.
-        """
+        """Measure a forward, before the recorder does: memory from between the steps must be released by then."""
         if not torch.is_grad_enabled():  # an evaluation between two steps, or another pass within one
             return
         if self._is_between_steps:

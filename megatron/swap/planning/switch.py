@@ -1,7 +1,5 @@
 """Policies of a run that plans itself: one that keeps as little as it can, and one that changes between steps."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from megatron.swap.common.plan import Plan

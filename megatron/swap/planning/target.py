@@ -1,7 +1,5 @@
 """Target of a run that plans itself, and the parts of the run that the planner measures and switches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,8 +38,7 @@ class PlanTarget:
     remedy: str = ""  # advice if the model alone exceeds the budget; empty: Megatron's flags
 
     def __post_init__(self) -> None:
-        # Raises ``UsageError`` if the device has less memory than the budget.
-        self.settings.budget_gib(self.device_gib)
+        self.settings.budget_gib(self.device_gib)  # Raises ``UsageError`` if the device has less memory than the budget
 
     @property
     def budget_gib(self) -> float:
@@ -60,18 +57,13 @@ class PlanTarget:
     def search_limits(self, keeps_time: bool) -> SearchLimits:
         """Return the bounds of the search. ``keeps_time``: whether the device's times are meaningful."""
         return SearchLimits(
-            self.budget_gib,
-            self.settings.max_candidates,
-            keeps_time,
-            self.most_micro_batches,
+            self.budget_gib, self.settings.max_candidates, keeps_time, self.most_micro_batches,
             SETTLING_STEPS + self.settings.plans_optimizer * OVERLAP_STEPS,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that the planner measures and switches."""
-
     layers: Layers  # the boundaries around the layers of this rank
     device: Device
     host_tier: Tier  # host memory, whose link is measured

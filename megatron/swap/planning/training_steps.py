@@ -121,10 +121,7 @@ class TrainingSteps:
         return max(self.num_forwards, self._last_num_forwards)
 
     def follow(self, optimizer: Any, chunks: Iterable[nn.Module]) -> Callable[[], None]:
-        """Learn of each step of ``optimizer``. Return the end of that.
-
-        ``None``: each step ends at the first forward after an optimizer of the chunks has stepped.
-        """
+        """Learn of each step of ``optimizer``; None: of any of the chunks' optimizers. Return the end of that."""
         self.is_followed = True
         if optimizer is None:
             self._chunks = list(chunks)
@@ -180,8 +177,7 @@ class TrainingSteps:
 
     def _end(self) -> None:
         self._was_stepped = False
-        # A step without a forward does not end.
-        if not self.num_forwards:
+        if not self.num_forwards:  # a step without a forward does not end
             return
         self.number += 1
         self._last_num_forwards, self.num_forwards = self.num_forwards, 0

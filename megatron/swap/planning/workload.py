@@ -1,7 +1,5 @@
 """Steps and workloads: the figures that decide whether a plan still matches the training steps."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -57,7 +55,6 @@ class Workload:
             self.too_high_gib = min(self.too_high_gib, predicted.peak_gib)
 
     def has_sites_of(self, step: Step) -> bool:
-        """Whether ``step`` saves the same tensors, as often."""
         # A pipeline with more micro-batches holds more of them at once. The number of tensors may drift, since an
         # expert without a token saves nothing.
         is_as_many = step.num_micro_batches == self.num_micro_batches
@@ -70,7 +67,6 @@ class Workload:
         return is_as_many and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
 
     def is_like(self, step: Step) -> bool:
-        """Whether ``step`` saves the same tensors with about as many bytes."""
         return self.has_sites_of(step) and self.saves_as_much_as(step)
 
     def covers(self, step: Step) -> bool:

@@ -1,7 +1,5 @@
 """Makes profiles of workloads: records steps, then times steps in which layers are recomputed whole."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -26,24 +24,17 @@ class MeasuredWorkload:
 
 
 class WorkloadProfiler:
-    """Makes a profile of each workload that is recorded."""
-
     def __init__(self, target: PlanTarget, parts: RunParts, ranks: Ranks) -> None:
         self._target = target
         self._ranks = ranks
         self._parts = parts
         self._recorder = parts.recorder
-        self.timer = parts.recorder.for_times()  # of times alone; notes the forwards of model chunks
+        self.timer = parts.recorder.for_times()  # of times alone
         self._link: Link | None = None
         self._recorded = Footprint(())
         self._untimed: MeasuredWorkload | None = None  # recorded, and not taken yet
         self._timed: list[tuple[Step, Recording]] = []  # steps that were timed since
         self._measured: WeakKeyDictionary[Workload, MeasuredWorkload] = WeakKeyDictionary()
-
-    def close(self) -> None:
-        self.timer.abandon()
-
-    # --------------------------------------------------------------- recording
 
     def record(self, number: int) -> None:
         """Record the next step, ``number``, in addition to steps that are recorded already."""
@@ -52,27 +43,8 @@ class WorkloadProfiler:
             self._parts.device.release_cached()  # drop memory that trials and first uses have reserved
             self._recorder.start(number)
 
-    def stop_recording(self) -> None:
-        if self._recorder.is_on:
-            self._recorder.abandon()
-
     def finish_recording(self, num_micro_batches: int) -> Profile:
         """Return the profile of the recorded steps, each of ``num_micro_batches``. Steps are timed from now on."""
-        profile = self._build(num_micro_batches)
-        self._untimed, self._timed = MeasuredWorkload(profile, self._recorded), []
-        return profile
-
-    def complete(self, footprint: Footprint, workload: Workload | None) -> Footprint:
-        """Return the footprint of a step under ``workload``'s plan, with figures for layers that were not seen."""
-        if workload is not None:
-            return footprint.filled_from(self._measured[workload].footprint)
-        if self._untimed is not None:
-            return footprint.filled_from(self._untimed.footprint)
-        if self._recorder.is_on:
-            self._recorded = self._recorded.maximum(footprint)
-        return footprint
-
-    def _build(self, num_micro_batches: int) -> Profile:
         parts, target = self._parts, self._target
         recording = self._ranks.all_or_none(self._recorder.stop)  # before collectives that measure the link
         if self._link is None:
@@ -87,23 +59,25 @@ class WorkloadProfiler:
         chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.layers.chunks())
         model = target.describe()
         profile = build_profile(
-            recording,
-            model,
-            self._link,
-            Device(parts.device.name, target.device_gib),
+            recording, model, self._link, Device(parts.device.name, target.device_gib),
             num_micro_batches=num_micro_batches,
             source=f"measured in {recording.num_steps} steps of a run with budget {target.budget_gib:g} GiB",
-            host_gib=parts.host_bytes() / GIB,
-            pipeline=Pipeline(model.pipeline_parallel, parts.pipeline_rank, chunks),
-            min_mib=target.settings.min_mib,
-            whole_layers=target.recomputes_layers,
-        )
-        return replace(profile, offloaded_state=parts.offloaded_state())
+            host_gib=parts.host_bytes() / GIB, pipeline=Pipeline(model.pipeline_parallel, parts.pipeline_rank, chunks),
+            min_mib=target.settings.min_mib, whole_layers=target.recomputes_layers,
+        )  # fmt: skip
+        profile = replace(profile, offloaded_state=parts.offloaded_state())
+        self._untimed, self._timed = MeasuredWorkload(profile, self._recorded), []
+        return profile
 
-    # ------------------------------------------------------------------ timing
-
-    def time(self, number: int) -> None:
-        self.timer.start(number)
+    def complete(self, footprint: Footprint, workload: Workload | None) -> Footprint:
+        """Return the footprint of a step under ``workload``'s plan, with figures for layers that were not seen."""
+        if workload is not None:
+            return footprint.filled_from(self._measured[workload].footprint)
+        if self._untimed is not None:
+            return footprint.filled_from(self._untimed.footprint)
+        if self._recorder.is_on:
+            self._recorded = self._recorded.maximum(footprint)
+        return footprint
 
     def step_ended(self, step: Step) -> None:
         if self.timer.is_on and self._untimed is not None:

@@ -50,8 +50,6 @@ def _filled(entry: LayerFootprint, measured: LayerFootprint) -> LayerFootprint:
 
 
 class FootprintMeter:
-    """Counts the footprint of the current step."""
-
     def __init__(self) -> None:
         self._num_tensors = self._num_bytes = self._input_bytes = 0
         self._like: int | None = None
@@ -72,8 +70,7 @@ class FootprintMeter:
         self._excess_bytes = 0.0
 
     def begin_layer(self, layer: int, input_bytes: int = 0) -> None:
-        # A forward that did not end is dropped.
-        self._num_tensors = self._num_bytes = 0
+        self._num_tensors = self._num_bytes = 0  # a forward that did not end is dropped
         self._like = None
         self._input_bytes = input_bytes
         # Nothing of the layer is saved yet, so the caller can still swap all of it.

@@ -4,8 +4,6 @@ Ranks of a host share memory and buses, so the speed of a single GPU says too li
 the same moment: copies out, copies in, both. A failure on one rank ends the benchmark on all ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial
@@ -93,8 +91,7 @@ class _Ends:
             self._slots[direction] = self._tier.reserve(self._num_bytes)
             self._buffers[direction] = self._device.allocate(self._num_bytes)
             self._streams[direction] = self._device.copy_stream(direction)
-        # First uses are slower than later ones, so a first round is not timed.
-        self.seconds(BOTH)
+        self.seconds(BOTH)  # first uses are slower than later ones, so a first round is not timed
 
     def seconds(self, directions: Directions) -> dict[str, float]:
         """Return the seconds of ``NUM_COPIES`` in each of ``directions``, which begin together."""
@@ -115,8 +112,7 @@ class _Ends:
             for direction, event in waiting.items():
                 if direction not in taken and self._device.has_passed(event):
                     taken[direction] = time.perf_counter() - began
-            # Let the copy threads of the emulated device run.
-            time.sleep(0)
+            time.sleep(0)  # let the copy threads of the emulated device run
         for event in waiting.values():
             # The event has passed, so the wait costs nothing. It raises if the copy failed.
             self._device.wait(compute, event)
@@ -124,8 +120,7 @@ class _Ends:
 
     def free(self) -> None:
         for stream in self._streams.values():
-            # No memory may go while a copy still reads or writes it.
-            event = self._device.record(stream)
+            event = self._device.record(stream)  # no memory may go while a copy still reads or writes it
             while not self._device.has_passed(event):
                 time.sleep(0)
         for slot in self._slots.values():

@@ -1,7 +1,5 @@
 """Counts gradients that a step makes anew, because ``zero_grad()`` freed those of the step before."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -15,7 +13,6 @@ class MadeGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Begin another step."""
         self._weights: dict[nn.Module, list[nn.Parameter]] = {}
         self._sizes: dict[int, int] = {}
 

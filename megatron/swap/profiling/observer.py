@@ -22,8 +22,6 @@ PLAIN = Hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
 class StepPeaks(NamedTuple):
-    """Most bytes at once in a step."""
-
     held_bytes: int  # held by autograd
     saved_bytes: int  # saved by autograd: held if nothing were offloaded or recomputed
 
@@ -65,11 +63,10 @@ class Observer:
         self.live_bytes = 0  # bytes held now
         self.peak_bytes = 0  # most bytes held at once
         self.saved_bytes = 0  # bytes saved now
-        # False: only steps that ``count_steps`` asks for.
-        self._is_always_on = is_always_on
+        self._is_always_on = is_always_on  # False: only steps that ``count_steps`` asks for
         self._num_steps = 0
         self._recent_peak_bytes = 0
-        self._step_peaks = StepPeaks(0, 0)
+        self._most_held_bytes = self._most_saved_bytes = 0  # of this step
         self._constant: dict[int, set[int]] = {}
         self._live: dict[int, _Live] = {}
 
@@ -83,9 +80,9 @@ class Observer:
 
     def end_step(self) -> StepPeaks | None:
         """End a step and return its peaks; None if it was not counted."""
-        peaks = self._step_peaks if self.is_on else None
+        peaks = StepPeaks(self._most_held_bytes, self._most_saved_bytes) if self.is_on else None
         self._num_steps = max(0, self._num_steps - 1)
-        self._step_peaks = StepPeaks(self.live_bytes, self.saved_bytes)
+        self._most_held_bytes, self._most_saved_bytes = self.live_bytes, self.saved_bytes
         return peaks
 
     def around(self, hooks: Hooks) -> Hooks:
@@ -160,19 +157,15 @@ class Observer:
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self._recent_peak_bytes = max(self._recent_peak_bytes, self.live_bytes)
-        held_bytes, saved_bytes = self._step_peaks
-        self._step_peaks = StepPeaks(max(held_bytes, self.live_bytes), saved_bytes)
+        self._most_held_bytes = max(self._most_held_bytes, self.live_bytes)
         return live
 
     def _add_saved(self, num_bytes: int) -> None:
         self.saved_bytes += num_bytes
-        held_bytes, saved_bytes = self._step_peaks
-        self._step_peaks = StepPeaks(held_bytes, max(saved_bytes, self.saved_bytes))
+        self._most_saved_bytes = max(self._most_saved_bytes, self.saved_bytes)
 
 
 class _Counting(AbstractContextManager[None]):
-    """Counts the tensors of the hooks that are in force when the context begins."""
-
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         # A stack: a layer that calls ``torch.autograd.grad`` is recomputed several times, one inside another.

@@ -1,7 +1,5 @@
 """Builds a profile from a recording."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -48,11 +46,8 @@ def build_profile(
     """Return the profile of the recorded steps as they would be without swapping and recomputation.
 
     The engine's own work is removed: waits, copies, recomputations and recompute trials. Sizes and memory are maxima.
-    Raises ``SwapError`` if saved tensors were not recorded: layers had no hooks, or one was recomputed whole.
-
-    Args:
-        min_mib: smaller sites are ineligible.
-        whole_layers: the engine can recompute whole layers, so each gets a section ``layer``.
+    Sites below ``min_mib`` are ineligible. With ``whole_layers`` each layer gets a section ``layer``. Raises
+    ``SwapError`` if saved tensors were not recorded: layers had no hooks, or one was recomputed whole.
     """
     timeline = Timeline(recording)
     here = {layer for chunk in pipeline.chunks for layer in chunk}  # without those that save nothing
@@ -87,9 +82,7 @@ def trained_layers(recording: Recording) -> set[int]:
     return {one.pass_key.layer for one in Timeline(recording).passes if one.is_whole}
 
 
-def with_recorded_times(
-    profile: Profile, recordings: Sequence[Recording], host_factor: float | None = None
-) -> Profile:
+def with_recorded_times(profile: Profile, recordings: Sequence[Recording], host_factor: float | None = None) -> Profile:
     """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed whole."""
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
@@ -143,7 +136,6 @@ def _timed(
 
 
 def _classes(passes: Sequence[LayerPass], min_mib: float) -> list[tuple[int, ...]]:
-    """Group layers with the same sites and sizes."""
     of_layer: dict[int, list[LayerPass]] = {}
     for one in passes:
         of_layer.setdefault(one.pass_key.layer, []).append(one)
@@ -195,8 +187,7 @@ def _size_range(passes: Sequence[LayerPass], site: str) -> tuple[int, int]:
 
 def _same_size(one: tuple[int, int], other: tuple[int, int]) -> bool:
     if any(smallest < (1 - SAME_SIZE) * largest for smallest, largest in (one, other)):
-        # A size that varies between micro-batches tells nothing about the layer.
-        return True
+        return True  # a size that varies between micro-batches tells nothing about the layer
     return abs(one[1] - other[1]) <= SAME_SIZE * max(one[1], other[1])
 
 
@@ -258,15 +249,10 @@ def _layer_class(
         )
     whole, unsaved = _whole_layer(passes, sites, forward_ms, backward_ms, min_mib) if whole_layers else ((), ())
     return LayerClass(
-        layers,
-        forward_ms,
-        backward_ms,
-        (*sites, *unsaved),
-        (*sections, *whole),
-        _temporaries(passes, timed, backward_ms),
-        max(one.end_bytes for one in passes) / MIB,
+        layers, forward_ms, backward_ms, (*sites, *unsaved), (*sections, *whole),
+        _temporaries(passes, timed, backward_ms), max(one.end_bytes for one in passes) / MIB,
         made_mib=_made_mib(layers, timeline),
-    )
+    )  # fmt: skip
 
 
 def _made_mib(layers: Sequence[int], timeline: Timeline) -> float:
@@ -399,13 +385,9 @@ def _whole_layer(
 
 
 def _non_layer(
-    timeline: Timeline,
-    layers: Sequence[LayerClass],
-    num_micro_batches: int,
-    pipeline: Pipeline,
-    saved: Sequence[NonLayerStorage],
-    min_mib: float,
-) -> NonLayer:
+    timeline: Timeline, layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline,
+    saved: Sequence[NonLayerStorage], min_mib: float,
+) -> NonLayer:  # fmt: skip
     """Return the figures outside layers of the chunk that ends in the loss; without the loss, of the first chunk."""
     steps = [one for one in timeline.steps if not one.has_trials] or timeline.steps
     has_loss = _has_loss(pipeline)
@@ -418,13 +400,10 @@ def _non_layer(
     ]
     loss_bytes = [peak for one in timeline.steps for peak in one.loss_peak_bytes] if has_loss else []
     return NonLayer(
-        forward_ms=forward_ms,
-        backward_ms=backward_ms,
-        optimizer_ms=optimizer_ms,
-        kept_gib=max(kept_bytes, default=0) / GIB,
-        peak_gib=max(loss_bytes, default=0) / GIB,
+        forward_ms=forward_ms, backward_ms=backward_ms, optimizer_ms=optimizer_ms,
+        kept_gib=max(kept_bytes, default=0) / GIB, peak_gib=max(loss_bytes, default=0) / GIB,
         sites=_non_layer_sites([one for one in saved if one.chunk == chunk], min_mib),
-    )
+    )  # fmt: skip
 
 
 def _has_loss(pipeline: Pipeline) -> bool:
@@ -439,7 +418,6 @@ def _chunk(steps: Sequence[NonLayerStep], pipeline: Pipeline) -> int:
 def _non_layer_times(
     steps: Sequence[NonLayerStep], layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline
 ) -> tuple[float, float, float]:
-    """Return the times of forward and backward outside layers, and of the optimizer, in ms."""
     has_loss, chunk = _has_loss(pipeline), _chunk(steps, pipeline)
     layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
     forward_ms = backward_ms = 0.0

@@ -1,7 +1,5 @@
 """Traces a few training steps: with torch.profiler into a file, or inside the capture range of Nsight Systems."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,28 +10,18 @@ import torch
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.log import logger
 
-NSYS = "nsys"
-"""Target in place of a folder, for runs under ``nsys profile --capture-range=cudaProfilerApi``."""
+NSYS = "nsys"  # target in place of a folder, for runs under ``nsys profile --capture-range=cudaProfilerApi``
 
 
 class Profiler:
-    """Traces steps ``first`` to ``last`` of this process, counted from 1, including the engine's ranges.
+    """Traces steps ``first`` (at least 3) to ``last`` of this process, counted from 1, including the engine's ranges.
 
-    Args:
-        target: folder into which torch.profiler writes ``rank-N.json.gz``, or ``NSYS``.
-        first: at least 3.
-        ranges: switched on while steps are traced.
-        allocated_bytes: returns the device memory in use, for the timeline.
+    ``target`` is ``NSYS``, or a folder into which torch.profiler writes ``rank-N.json.gz``. ``allocated_bytes`` returns
+    the device memory in use, for the timeline.
     """
 
     def __init__(
-        self,
-        target: str,
-        first: int,
-        last: int,
-        rank: int,
-        ranges: Ranges,
-        allocated_bytes: Callable[[], int | None],
+        self, target: str, first: int, last: int, rank: int, ranges: Ranges, allocated_bytes: Callable[[], int | None]
     ) -> None:
         self._folder = None if target == NSYS else Path(target)
         self._first, self._last, self._rank = first, last, rank

@@ -37,8 +37,6 @@ Record = TypeVar("Record")
 
 @dataclass(eq=False, slots=True)
 class TrackedStorage(Generic[Record]):
-    """A storage on the device with its record."""
-
     record: Record
     reference: Reference
     num_bytes: int  # when last looked at: its owner may resize the storage
@@ -59,12 +57,10 @@ class StorageTracker(Generic[Record]):
         self._tracked: dict[int, TrackedStorage[Record]] = {}
 
     def get(self, storage: torch.UntypedStorage) -> TrackedStorage[Record] | None:
-        """Return the entry of ``storage``, or None if it is not tracked."""
         entry = self._tracked.get(storage._cdata)
         return entry if entry is not None and entry.reference() is storage else None
 
     def track(self, record: Record, storage: torch.UntypedStorage) -> TrackedStorage[Record]:
-        """Track ``storage`` until it is freed."""
         address, tracked = storage._cdata, self._tracked
 
         def freed(reference: Reference) -> None:
@@ -82,7 +78,6 @@ class StorageTracker(Generic[Record]):
         return sum(entry.num_bytes for entry in self._tracked.values())
 
     def forget(self) -> None:
-        """Track no storage any longer."""
         self._tracked = {}
 
 
@@ -171,10 +166,8 @@ class _Note(NamedTuple):
 class Recorder:
     """Records whole steps from ``start`` to ``stop``. Layers without hooks are not seen.
 
-    Args:
-        ranges: reports layers and the engine's work.
-        take_peak: returns the most bytes in use since the last call, and the bytes in use now.
-        has_memory: whether those bytes are of any use.
+    ``ranges`` reports layers and the engine's work. ``take_peak`` returns the most bytes in use since the last call,
+    and now; they are of use if it ``has_memory``.
     """
 
     def __init__(
@@ -189,14 +182,18 @@ class Recorder:
         self._has_gradients = has_memory and device.allocated_bytes() is not None
         self._chunks: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._chunk = 0
+        self._timers: list[Recorder] = []
         self._non_layer = NonLayerRecorder(device)
         self._gradients = MadeGradients()
         self._tracker: StorageTracker[SavedStorage] = StorageTracker(self._freed)
         self._forget()
 
     def for_times(self) -> Recorder:
-        """Return another recorder on the same device and ranges, for the times of layers alone."""
-        return Recorder(self._device, self.ranges, lambda: (0, 0), has_memory=False)
+        """Return another recorder on the same device, ranges and chunks, for the times of layers alone."""
+        timer = Recorder(self._device, self.ranges, lambda: (0, 0), has_memory=False)
+        timer._chunks = self._chunks
+        self._timers.append(timer)
+        return timer
 
     def _forget(self) -> None:
         self._notes: list[_Note] = []
@@ -212,8 +209,6 @@ class Recorder:
         self._last_forward: PassKey | None = None
         self._is_evaluating = False
         self._gradients.forget()
-
-    # ---------------------------------------------------------------- on and off
 
     def start(self, step: int) -> None:
         if self.is_on:
@@ -242,8 +237,7 @@ class Recorder:
             raise SwapError("nothing was recorded: start, then step_ended at least once, then stop.")
         self.is_on = False
         self.ranges.stop(self)
-        # Marks can be read once the device has passed them.
-        self._device.synchronize()
+        self._device.synchronize()  # marks can be read once the device has passed them
         notes = self._notes
         while notes[-1].what is not What.STEP:
             notes.pop()
@@ -281,19 +275,17 @@ class Recorder:
         # Where the host is the bottleneck (experts wait for token counts), the device idles while the event is noted.
         self._notes.append(_Note(what, mark, self._device.mark(), peak_bytes, now_bytes, details, host_ms))
 
-    # ------------------------------------------------- ranges: layers, chunks, the engine's work
-
     def add_chunk(self, chunk: nn.Module) -> None:
         """Add a model chunk; call it for each chunk of this rank, in order."""
         self._chunks[chunk] = len(self._chunks)
 
     def chunk_begins(self, chunk: nn.Module) -> None:
-        """Note the begin of the forward of ``chunk``."""
-        self._note_chunk(What.CHUNK_BEGIN, chunk)
+        for each in (self, *self._timers):
+            each._note_chunk(What.CHUNK_BEGIN, chunk)
 
     def chunk_ends(self, chunk: nn.Module) -> None:
-        """Note the end of the forward of ``chunk``."""
-        self._note_chunk(What.CHUNK_END, chunk)
+        for each in (self, *self._timers):
+            each._note_chunk(What.CHUNK_END, chunk)
 
     def _note_chunk(self, what: What, chunk: nn.Module) -> None:
         if not self.is_on:
@@ -378,15 +370,12 @@ class Recorder:
 
     def _find_unsaved(self, run: PassKey) -> None:
         """Find inputs of ``run``, whose forward ends, that nobody saves."""
-        # A held input counts for the first layer that reads it.
-        held = [reference() for reference in self._shared]
+        held = [reference() for reference in self._shared]  # a held input counts for the first layer that reads it
         self._unsaved[run] = [
             (reference, num_bytes) for reference, num_bytes in self._called_with.pop(run.label, ())
             if (storage := reference()) is not None and self._tracker.get(storage) is None
             and all(storage is not other for other in held)
         ]  # fmt: skip
-
-    # ------------------------------------------------------------ saved storages
 
     def called_with(self, label: str, hidden: Any) -> None:
         """Note the hidden states that the layer's run ``label`` begins with."""

@@ -13,33 +13,21 @@ EVALUATION = "evaluation"
 
 
 class What(Enum):
-    """Kinds of events."""
-
-    STEP = auto()
-    """A step begins, and the previous one ends."""
+    STEP = auto()  # a step begins, and the previous one ends
     CHUNK_BEGIN = auto()
-    CHUNK_END = auto()
-    """Forward of a model chunk, including the parts outside its layers."""
+    CHUNK_END = auto()  # forward of a model chunk, including the parts outside its layers
     FORWARD_BEGIN = auto()
     FORWARD_END = auto()
     BACKWARD_BEGIN = auto()
-    BACKWARD_END = auto()
-    """Forward or backward of a layer over one micro-batch."""
+    BACKWARD_END = auto()  # forward or backward of a layer over one micro-batch
     WORK_BEGIN = auto()
-    WORK_END = auto()
-    """Work of the engine, which may be nested, or an evaluation."""
-    SAVED = auto()
-    """Autograd saves a storage for the first time."""
-    ASKED = auto()
-    """Backward needs a storage. The event comes before any wait or recomputation."""
-    ARRIVED = auto()
-    """A storage has device memory again: the buffer of a reload, or a recomputed storage."""
-    INPUTS = auto()
-    """A layer's inputs that it does not save, and would save if it were recomputed whole."""
-    FREED = auto()
-    """The device memory of a storage is about to be freed."""
-    LIKE = auto()
-    """A layer runs in a checkpoint, because it is like others that were recorded in the same forward."""
+    WORK_END = auto()  # work of the engine, which may be nested, or an evaluation
+    SAVED = auto()  # autograd saves a storage for the first time
+    ASKED = auto()  # backward needs a storage. The event comes before any wait or recomputation.
+    ARRIVED = auto()  # a storage has device memory again: the buffer of a reload, or a recomputed storage
+    INPUTS = auto()  # a layer's inputs that it does not save, and would save if it were recomputed whole
+    FREED = auto()  # the device memory of a storage is about to be freed
+    LIKE = auto()  # a layer runs in a checkpoint, because it is like others that were recorded in the same forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +44,6 @@ class PassKey:
 
 @dataclass(eq=False, slots=True)
 class SavedStorage:
-    """A storage that autograd saved."""
-
     pass_key: PassKey  # the pass that saved the storage first
     site: str  # ``path/ordinal``
     num_bytes: int  # its size
@@ -85,8 +71,6 @@ class NonLayerStorage:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of a recording."""
-
     what: What
     at_ms: float  # time since the first event, on the compute stream
     peak_bytes: int  # peak of allocated memory since the previous event

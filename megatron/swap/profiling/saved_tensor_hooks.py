@@ -22,8 +22,6 @@ from megatron.swap.common.types import UsageError
 
 @dataclass(frozen=True)
 class Hooks:
-    """A pair of saved-tensor hooks."""
-
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
 
@@ -54,7 +52,6 @@ def are_hooks_off() -> bool:
 
 
 def innermost_hooks() -> Hooks | None:
-    """Return the hooks that autograd calls now."""
     hooks = _autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else Hooks(*hooks)
 
@@ -87,8 +84,7 @@ class HooksContext(AbstractContextManager[None]):
         if are_hooks_off():
             return
         around, hooks = users_hooks(), self._hooks
-        # Hooks with ``has_around`` call the user's by themselves.
-        if around is not None and not self._has_around:
+        if around is not None and not self._has_around:  # hooks with ``has_around`` call the user's by themselves
             hooks = _behind(around, hooks)
         _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
         _STACK.entered.append(_Entered(hooks.pack, around))

@@ -1,7 +1,5 @@
 """Reads a recording into layer passes, with the time and memory of the engine's own work removed."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,8 +20,7 @@ from megatron.swap.profiling.recording import (
 EXCLUDED_WORK = frozenset({TRIAL, BRING_BACK, EVALUATION})
 """Work whose memory does not count. Trials occur only while recording, reloaded storages count when they arrive,
 evaluations belong to no step."""
-Moment = tuple[What, str]
-"""A moment of a backward: its begin or end, or the first use or the free of a site."""
+Moment = tuple[What, str]  # a moment of a backward: its begin or end, or the first use or the free of a site
 
 
 LEFT_BYTES = 16 * MIB
@@ -78,8 +75,6 @@ class NonLayerStep:
 
 
 class Timeline:
-    """Layer passes and steps of a recording."""
-
     def __init__(self, recording: Recording) -> None:
         events = recording.events
         self.static_bytes = _static_bytes(events)  # allocated when a step begins
@@ -116,8 +111,6 @@ class Timeline:
             self._track_resident(event)
             self._exclude(event.noting_ms)
 
-    # ------------------------------------------------------------------ time
-
     def _now_ms(self, event: Event) -> float:
         """Return the time without the engine's own work and without the recorder's."""
         return (self._open_work[0][0].at_ms if self._open_work else event.at_ms) - self._paused_ms
@@ -143,8 +136,6 @@ class Timeline:
             self._open_work[-1][1][0] += ms
         else:
             self._paused_ms += ms
-
-    # ---------------------------------------------------------------- memory
 
     def _track_memory(self, before: Event, event: Event) -> None:
         """Attribute the peak between two events, less static and saved memory, to forward, backward or loss."""
@@ -196,8 +187,6 @@ class Timeline:
         num_bytes = self._resident.pop(storage, 0)
         self._resident_bytes -= num_bytes
         self._intermediate_bytes -= num_bytes * storage.is_intermediate
-
-    # ---------------------------------------------------------------- events
 
     def _apply(self, event: Event, now_ms: float) -> None:
         if event.what in FIRST_OF_STEP:

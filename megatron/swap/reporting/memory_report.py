@@ -4,8 +4,6 @@ A storage counts once, for the first kind that has it: tied weights, views of a 
 optimizer share. An offloaded tensor counts on its tier, also while it is materialized for a checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,12 +21,9 @@ GRADIENTS = ("grad", "main_grad", "decoupled_grad")
 
 
 def measure(
-    report: RankReport,
-    device: Device,
-    chunks: Iterable[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
+    report: RankReport, device: Device, chunks: Iterable[nn.Module], optimizers: Sequence[torch.optim.Optimizer],
     offloaded: Sequence[OffloadedTensor] = (),
-) -> list[MemoryRow]:
+) -> list[MemoryRow]:  # fmt: skip
     """Return a row for each kind of memory, in bytes of this rank.
 
     Call it before the engine is taken off Megatron and before memory is freed. ``optimizers`` are those of torch or
@@ -54,11 +49,9 @@ def measure(
     state = take((*stepped, *_tensors([one.state for one in optimizers])))
     on_disk = sum(one.num_bytes for one in offloaded if isinstance(one.backing, DiskRoom))
     in_host = sum(one.num_bytes for one in offloaded) - on_disk
-
     peak_bytes, reserved_bytes = report.device_peak_bytes, device.peak_reserved_bytes()
     if peak_bytes is None or reserved_bytes is None:
-        # Without a GPU: the most bytes that autograd held.
-        activations = report.saved_peak_bytes or 0
+        activations = report.saved_peak_bytes or 0  # without a GPU: the most bytes that autograd held
     else:
         activations = max(0, peak_bytes - weights["device"] - gradients["device"] - state["device"])
     swapped, spilled = report.host_leased_peak_bytes, report.disk_leased_peak_bytes

@@ -1,7 +1,5 @@
 """A run and its plan: a log of the decisions about every saved tensor, compared with a plan, or saved as a plan."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ class SiteLog:
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def note(self, site: Site, storage: torch.UntypedStorage, decision: Decision) -> None:
-        """Note that ``storage`` was saved at ``site``, and the decision about it."""
         if storage._cdata in self._alive:
             return
         self._alive[storage._cdata] = storage
@@ -61,8 +58,7 @@ def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[s
             if name not in planned:
                 if LAYER_SECTION in plan.sections(layer):
                     continue  # its input, which has another name if the layer is not recomputed whole
-                # Smaller sites may be missing in a plan.
-                if found.num_bytes >= min_bytes:
+                if found.num_bytes >= min_bytes:  # smaller sites may be missing in a plan
                     unknown.setdefault(f"{name} ({format_bytes(found.num_bytes)})", []).append(layer)
                 continue
             mib = planned[name].mib
@@ -121,13 +117,11 @@ class PlanRun:
 
     def __init__(self, settings: Settings, describe: Callable[[], Model]) -> None:
         self._settings = settings
-        # Called at the end of training: returns the model that a saved plan is for.
-        self._describe = describe
+        self._describe = describe  # called at the end of training: returns the model that a saved plan is for
         self._log: SiteLog | None = SiteLog()
         self._num_steps = 0
 
     def note(self, site: Site, storage: torch.UntypedStorage, decision: Decision) -> None:
-        """Note that autograd saved ``storage`` at ``site``, and the decision about it."""
         if self._log is not None:
             self._log.note(site, storage, decision)
 

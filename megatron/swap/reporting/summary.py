@@ -43,16 +43,12 @@ class StepRecord:
     def plus(self, later: StepRecord) -> StepRecord:
         """Return the sum of this and a later iteration: it has neither loss nor gradient norm."""
         return StepRecord(
-            iteration=later.iteration,
-            moved=self.moved.plus(later.moved),
-            loss=None,
-            grad_norm=None,
-            num_rescues=self.num_rescues + later.num_rescues,
-            rescued_bytes=self.rescued_bytes + later.rescued_bytes,
+            iteration=later.iteration, moved=self.moved.plus(later.moved), loss=None, grad_norm=None,
+            num_rescues=self.num_rescues + later.num_rescues, rescued_bytes=self.rescued_bytes + later.rescued_bytes,
             short_bytes=max(self.short_bytes, later.short_bytes),
             num_alloc_retries=self.num_alloc_retries + later.num_alloc_retries,
             num_full_of_several=self.num_full + later.num_full,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,7 @@ class CountedStep:
 class RankReport:
     """Figures of a rank at the end of a run. Names are keys of the summary file."""
 
-    steps: list[StepRecord]
-    """All iterations if a summary is written; else the sum of all but the last, and the last."""
+    steps: list[StepRecord]  # all iterations if a summary is written; else the sum of all but the last, and the last
     device: str
     device_peak_bytes: int | None
     saved_peak_bytes: int | None
@@ -102,11 +97,9 @@ def step_line(step: StepRecord, device_peak_bytes: int | None) -> str:
 def scalars(step: StepRecord, device_peak_bytes: int | None) -> dict[str, float]:
     """Return the figures of ``step_line`` as scalars for TensorBoard."""
     found = {
-        "swap/out-gib": step.moved.out_bytes / GIB,
-        "swap/in-gib": step.moved.in_bytes / GIB,
-        "swap/wait-ms": step.moved.wait_ms,
-        "swap/rescues": step.num_rescues,
-    }
+        "swap/out-gib": step.moved.out_bytes / GIB, "swap/in-gib": step.moved.in_bytes / GIB,
+        "swap/wait-ms": step.moved.wait_ms, "swap/rescues": step.num_rescues,
+    }  # fmt: skip
     return found if device_peak_bytes is None else found | {"swap/device-peak-gib": device_peak_bytes / GIB}
 
 
@@ -281,13 +274,9 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def start_table(
-    settings: Settings,
-    num_layers: int,
-    reserved_bytes: int,
-    limit_bytes: int,
-    guard_bytes: int = 0,
+    settings: Settings, num_layers: int, reserved_bytes: int, limit_bytes: int, guard_bytes: int = 0,
     needs: str | None = None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Return the lines of the table before the first iteration. ``needs``: the memory that the run needs, if known."""
     plan = settings.plan
     host = ("host memory", f"{format_bytes(reserved_bytes)} reserved, at most {format_bytes(limit_bytes)} a rank")

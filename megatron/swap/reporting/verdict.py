@@ -1,7 +1,5 @@
 """Two lines behind the last iteration: the effect of swapping on memory, and the next command."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -15,8 +13,7 @@ def verdict_lines(settings: Settings, ranks: Sequence[RankReport]) -> list[str]:
     counted = [(report.counted, number) for number, report in enumerate(ranks) if report.counted is not None]
     if not counted:
         return ["the run ended before a step under its plan was counted", f"next: {_next(settings, ranks)}"]
-    # The rank that saves most.
-    figures, rank = max(counted, key=lambda entry: entry[0].saved_bytes)
+    figures, rank = max(counted, key=lambda entry: entry[0].saved_bytes)  # the rank that saves most
     whose = f" (rank {rank})" if len(ranks) > 1 else ""
     what = "without swapping"
     if settings.recompute or settings.plan is not None or settings.auto:

@@ -1,7 +1,5 @@
 """Lines that a run prints, on the way and at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,7 +1,5 @@
 """Host memory of one rank: its limit, and its division between optimizer state and activations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes, staging_bytes
@@ -34,12 +32,10 @@ class HostShare:
 
     @property
     def total_bytes(self) -> int:
-        """Most bytes of this rank in total: the limit of its ``HostMemoryBudget``."""
         return self.limit_bytes + self.guard_bytes
 
     @property
     def disk_buffer_bytes(self) -> int:
-        """Size of each buffer between activations and the disk."""
         return disk_buffer_bytes(self.limit_bytes, MAX_SPILL_BUFFER_BYTES)
 
     @property
@@ -67,11 +63,8 @@ def host_share(
     """Return the host memory and the disk that this rank may use, divided among their users.
 
     ``needed_bytes`` is a lower bound of the activations' bytes on this rank, or 0. ``capacity`` is the host's memory
-    less the model's part; it is measured if it is not given.
-
-    Raises:
-        UsageError: the disk has less room than requested.
-        HostMemoryError: activations do not fit and there is no disk, or the disk buffers do not fit.
+    less the model's part; it is measured if it is not given. Raises a ``UsageError`` if the disk has less room than
+    requested, and a ``HostMemoryError`` if activations do not fit and there is no disk, or the disk buffers do not.
     """
     has_disk, disk_bytes = settings.disk_dir is not None, 0
     if settings.disk_dir is not None:

@@ -1,7 +1,5 @@
 """Swapping for a Megatron model that exists already, in any training loop: without flags, without globals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -74,9 +72,7 @@ def install(
     return swap_built(model, optimizer, settings, LogConsole(INSTALL, log_level=settings.log_level))
 
 
-def swap_built(
-    model: nn.Module | Iterable[nn.Module], optimizer: Any, settings: Settings, console: LogConsole
-) -> Run:
+def swap_built(model: nn.Module | Iterable[nn.Module], optimizer: Any, settings: Settings, console: LogConsole) -> Run:
     """Return a run that has begun. Arguments are as for ``install``."""
     chunks, is_wrapped = unwrapped(model)
     check_optimizer(optimizer, chunks, stepped_params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,8 @@ from megatron.swap.profiling.profiler import Profiler
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.profiling.saved_tensor_hooks import is_traced
 from megatron.swap.reporting.summary import StepRecord, start_table
-from megatron.swap.run.build import build, real_machine
+from megatron.swap.run.build import Parts, Planned, build, real_machine
 from megatron.swap.run.console import Console
-from megatron.swap.run.learned_order import learn_order
-from megatron.swap.run.parts import Parts, Planned
 from megatron.swap.run.run_device import RunDevice
 from megatron.swap.run.stats import Stats
 from megatron.swap.run.step_log import StepLog
@@ -52,13 +51,9 @@ class Run(NotCopied):
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        hints: ModelHints,
-        console: Console,
-        run_device: RunDevice,
+        self, settings: Settings, hints: ModelHints, console: Console, run_device: RunDevice,
         policy: Policy | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.hints = hints
         self.run_device = run_device
@@ -78,10 +73,7 @@ class Run(NotCopied):
         self._last: Stats | None = None
         self._plan = ""  # the table of a run that is over
         self._undo: list[Callable[[], None]] = []
-        # The last, since it opens the file on disk.
-        self.planned = Planned.of(settings, hints, run_device, policy)
-
-    # ------------------------------------------------------------------- attach
+        self.planned = Planned.of(settings, hints, run_device, policy)  # the last, since it opens the file on disk
 
     def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """Put the boundaries around the layers of this rank's model ``chunks``. Return them, as Megatron's hooks do.
@@ -111,8 +103,6 @@ class Run(NotCopied):
             for chunk in chunks:
                 parts.recorder.add_chunk(chunk)
                 parts.layers.add(chunk)
-                if self.auto is not None:
-                    self.auto.add_chunk(chunk)
             if chunks:
                 self._undo.append(read_checks(parts.engine.saved_tensors.checks, chunks))
         return chunks
@@ -149,7 +139,7 @@ class Run(NotCopied):
             if self.steps.is_followed and chunk is self.hints.chunks[0]:
                 self._forward_begins(arguments, options)
             if self.auto is not None:
-                self.auto.chunk_begins(chunk)
+                self.auto.chunk_begins()
             if self.optimizer_swap is not None:
                 self.optimizer_swap.chunk_begins()
             if self.parts is not None:
@@ -158,8 +148,6 @@ class Run(NotCopied):
         def ends(*_: object) -> None:
             if self.parts is not None:
                 self.parts.recorder.chunk_ends(chunk)
-            if self.auto is not None:
-                self.auto.chunk_ends(chunk)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
@@ -200,19 +188,13 @@ class Run(NotCopied):
         parts = self.parts = Parts(machine, engine, recorder, layers)  # now: what fails next is undone by `release`
         if planned.target is not None:
             of_run = RunParts(
-                layers=layers,
-                device=device,
-                host_tier=machine.host_tier,
-                recorder=recorder,
-                footprint=engine.saved_tensors.footprint,
-                pipeline_rank=self.hints.pipeline_rank(),
-                num_micro_batches=self.num_micro_batches,
-                host_bytes=lambda: machine.pool.limit_bytes,
-                take_peak=self._take_peak,
-                offloaded_state=self._offloaded_state,
+                layers=layers, device=device, host_tier=machine.host_tier, recorder=recorder,
+                footprint=engine.saved_tensors.footprint, pipeline_rank=self.hints.pipeline_rank(),
+                num_micro_batches=self.num_micro_batches, host_bytes=lambda: machine.pool.limit_bytes,
+                take_peak=self._take_peak, offloaded_state=self._offloaded_state,
                 set_offload_fraction=lambda fraction: self._attached_optimizer_swap().set_offload_fraction(fraction),
                 guard=None if settings.oom_guard else machine.guard,
-            )
+            )  # fmt: skip
             self.auto = AutoPlan(planned.target, of_run, self._console.say, self._console.say_here)
         if self.hints.tells_details:
             reserved_bytes, host = machine.tier.stats().reserved_bytes, planned.host
@@ -226,7 +208,6 @@ class Run(NotCopied):
         return self.steps.num_micro_batches
 
     def _on_tier_full(self, error: SwapError) -> None:
-        """Report to the planner that the tier has no room for a storage, which is therefore kept."""
         if self.auto is not None:
             self.auto.tier_is_full(error)
 
@@ -251,8 +232,6 @@ class Run(NotCopied):
             pool = self.parts.machine.pool
             pool.reserve(min(self.planned.host.least_bytes, pool.limit_bytes))
         self._console.say(swap.summary_line())
-
-    # ------------------------------------------------------------------- steps
 
     def _forward_begins(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         if in_backward() or is_traced():
@@ -345,8 +324,6 @@ class Run(NotCopied):
                 self._console.say(line)
         return was_known
 
-    # ------------------------------------------------------------------- figures
-
     @property
     def layers(self) -> tuple[nn.Module, ...]:
         """All layers of this rank, in order. Layers that are not swapped have boundaries too."""
@@ -380,12 +357,10 @@ class Run(NotCopied):
         return Stats(
             totals.out_bytes, totals.in_bytes, stayed_bytes, totals.num_late, totals.wait_ms, held_bytes,
             host_peak_bytes, host_bytes, state_bytes, num_rescues, rescued_bytes, self.steps.number,
-            stage=None if auto is None else auto.stage,
-            budget_gib=None if target is None else target.budget_gib,
+            stage=None if auto is None else auto.stage, budget_gib=None if target is None else target.budget_gib,
             predicted_gib=None if predicted is None else predicted.peak_gib,
             predicted_ms=None if predicted is None else predicted.step_ms,
-            peak_gib=None if last is None else last.peak_gib,
-            step_ms=None if last is None else last.ms,
+            peak_gib=None if last is None else last.peak_gib, step_ms=None if last is None else last.ms,
         )  # fmt: skip
 
     def plan(self) -> str:
@@ -399,8 +374,6 @@ class Run(NotCopied):
             stage = "closed" if auto is None else auto.stage
             return f"no plan yet ({stage}): the first steps are measured, and keep as little as they can"
         return f"{plan_heading(auto.plan)}\n\n{plan_table(auto.plan)}"
-
-    # ------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Give the model its own forward back, and the optimizer its step and state; release host memory. Idempotent.
@@ -523,3 +496,35 @@ def unknown_model() -> UsageError:
         "SwapSession.install does not know the model that trains: pass it the model_config of that model, or "
         "pass the model's chunks to attach before they are wrapped for data parallelism."
     )
+
+
+def learn_order(layers: LearnedLayers, model: nn.Module, auto: AutoPlan, window_bytes: int | None) -> list[str]:
+    """Number the runs of layers, once backward has entered some, equally on all ranks.
+
+    Return lines on the layers without a number, which are kept. Raises a ``UsageError`` if the ranks have run different
+    layers, or in another order, or if autograd calls no hooks in any.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    first, *others = auto.ranks.gather(lambda: [names.get(module, "") for module in layers.seen_order()])
+    for rank, other in enumerate(others, 1):
+        for number, (one, another) in enumerate(zip_longest(first, other)):
+            if one != another:
+                raise UsageError(
+                    f"the ranks run different layers: run {number} of the longest forward is of {one or 'none'} on "
+                    f"rank 0, and of {another or 'none'} on rank {rank}. One plan is for all ranks: let every "
+                    "rank run the same layers, or swap layers without a budget."
+                )
+    if not first:
+        if layers.have_run_unhooked:
+            raise UsageError(
+                "the layers run where PyTorch calls no saved-tensor hooks (inside torch.func.grad, vjp or jacrev, "
+                "or torch.autograd.graph.disable_saved_tensors_hooks), so nothing that they save can be planned. "
+                "Take gradients by backward() or torch.autograd.grad, or train without memory_gib."
+            )
+        return []
+    idle, elsewhere = layers.learn_order(window_bytes)
+    kept = (idle, "no backward has entered"), (elsewhere, "the longest forward does not run")
+    return [
+        f"{why} {', '.join(names.get(layer, '') for layer in those)}: what these layers save is kept"
+        for those, why in kept if those
+    ]  # fmt: skip

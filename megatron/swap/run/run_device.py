@@ -1,7 +1,5 @@
 """The device of this rank, and its memory in use."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
@@ -31,14 +29,9 @@ class RunDevice:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        rank: int,
-        ranges: Ranges,
-        *,
-        has_verdict: bool = False,
+        self, settings: Settings, rank: int, ranges: Ranges, *, has_verdict: bool = False,
         torch_device: torch.device | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._settings = settings
         self._rank = rank  # each rank has other random delays of emulated copies
         self.ranges = ranges  # names the engine's work for a profiler
@@ -59,8 +52,7 @@ class RunDevice:
         if self.observer is None:
             return
         peaks = self.observer.end_step()
-        # Counting takes time, so steps are not counted while plans are compared.
-        if not is_settled:
+        if not is_settled:  # counting takes time, so steps are not counted while plans are compared
             self.counted, self._num_left = None, NUM_COUNTED
             return
         if peaks is not None and self._num_left:
@@ -70,14 +62,11 @@ class RunDevice:
 
     @functools.cached_property
     def device(self) -> Device:
-        """The GPU, or the emulated device."""
         # Made at the first use: Megatron chooses this rank's device and starts CUDA only when it initializes.
         if self.torch_device.type == "cuda":
             with torch.cuda.device(self.torch_device):
                 return CudaDevice()
-        return EmulatedDevice(
-            self._settings.cpu_delay_ms / 1e3, self._rank, self.ranges, self._settings.cpu_memory_gib
-        )
+        return EmulatedDevice(self._settings.cpu_delay_ms / 1e3, self._rank, self.ranges, self._settings.cpu_memory_gib)
 
     @property
     def memory_gib(self) -> float:
@@ -97,7 +86,6 @@ class RunDevice:
 
     @property
     def is_made(self) -> bool:
-        """Whether ``device`` is made."""
         return "device" in vars(self)
 
     def allocated_bytes(self) -> int | None:
@@ -108,10 +96,7 @@ class RunDevice:
         return num_bytes
 
     def take_peak(self, unseen_bytes: int = 0) -> tuple[int, int]:
-        """Return the most device memory in use since the last call, and in use now, in bytes.
-
-        ``unseen_bytes`` are in use beside autograd's tensors on the emulated device.
-        """
+        """Return the most bytes in use since the last call, and now, with ``unseen_bytes`` on the emulated device."""
         peak = self.device.take_peak() if self.is_made else None
         if peak is None and self.observer is not None:
             peak_bytes, now_bytes = self.observer.take_peak()

@@ -1,7 +1,5 @@
 """Figures of a run on this rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.swap.common.types import GIB, format_bytes

@@ -1,13 +1,11 @@
 """The bytes that each training step moved, and their printed and logged figures."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron.swap.common.collectives import is_last_rank
+from megatron.swap.common.collectives import rank_and_world_size
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.settings import Settings
 from megatron.swap.devices.base import Device
@@ -20,8 +18,6 @@ NUM_UNREAD = 256  # losses that stay on the device until all are read at once: e
 
 
 class StepLog:
-    """The records of all steps of this rank."""
-
     def __init__(self, settings: Settings, console: Console) -> None:
         # With `--swap-summary` one record per step, about a kilobyte of host memory each. Without it two, so that
         # memory does not grow: the sum of all but the last, and the last.
@@ -32,18 +28,10 @@ class StepLog:
         self._num_refused_said = 0
 
     def take(
-        self,
-        iteration: int,
-        losses: dict[str, torch.Tensor],
-        grad_norm: Any,
-        device: Device,
+        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, device: Device,
         manager: SwapManager | None,
-    ) -> StepRecord:
-        """Record iteration ``iteration``, which is over.
-
-        ``losses`` are this iteration's, the loss first; empty on all pipeline stages but the last. ``manager`` is None
-        if no saved tensor is touched.
-        """
+    ) -> StepRecord:  # fmt: skip
+        """Record ``iteration``. ``losses`` begin with the loss; ``manager`` is None if no saved tensor is touched."""
         totals = manager.counters.totals() if manager is not None else Totals()
         moved, self._totals = totals.since(self._totals), totals
         rescues = manager.guard.take_rescues() if manager is not None else []
@@ -51,15 +39,12 @@ class StepLog:
         # The loss is read later: reading it now would make the host wait for the device.
         loss = next(iter(losses.values()), None) if self._settings.summary is not None else None
         step = StepRecord(
-            iteration=iteration,
-            moved=moved,
-            loss=None if loss is None else loss.detach().clone(),
-            grad_norm=None if grad_norm is None else float(grad_norm),
-            num_rescues=len(rescues),
+            iteration=iteration, moved=moved, loss=None if loss is None else loss.detach().clone(),
+            grad_norm=None if grad_norm is None else float(grad_norm), num_rescues=len(rescues),
             rescued_bytes=sum(rescue.freed_bytes for rescue in rescues),
             short_bytes=max((rescue.short_bytes for rescue in rescues), default=0),
             num_alloc_retries=device.take_retries(),
-        )
+        )  # fmt: skip
         self._compact()
         self.records.append(step)
         return step
@@ -90,7 +75,8 @@ class StepLog:
 
     def show(self, step: StepRecord, peak_bytes: int | None, writer: Any) -> None:
         """Print the line of ``step``, and write its scalars to Megatron's TensorBoard ``writer``, if there is one."""
-        if is_last_rank():
+        rank, world_size = rank_and_world_size()
+        if rank == world_size - 1:  # Megatron prints the log of the last rank
             self._console.say_here([step_line(step, peak_bytes)])
         if writer is not None:
             for name, value in scalars(step, peak_bytes).items():

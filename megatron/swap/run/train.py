@@ -1,7 +1,5 @@
 """Swapping in any training loop: ``train`` for every model, ``activations`` for models other than Megatron's."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -27,8 +25,7 @@ from megatron.swap.run.run import Run
 from megatron.swap.run.run_device import RunDevice
 
 LEAST_HOST_GIB = 2**-18  # a page, so that activations which do not fit are refused in their own words
-# Settings that act on Megatron's models alone.
-OF_MEGATRON = {
+OF_MEGATRON = {  # settings that act on Megatron's models alone
     "modules", "recompute", "loss_chunks", "fp8_weights", "plan", "optimizer_state", "summary", "profile",
     "profile_steps", "deterministic",
 }  # fmt: skip
@@ -185,16 +182,9 @@ def activations(
 
 
 def _swapped(
-    model: nn.Module | Iterable[nn.Module],
-    optimizer: Any,
-    policy: Policy | None,
-    settings: Settings,
-    console: Console,
-    *,
-    autocast_cache: bool = True,
-    weights: str | None = None,
-    hints: ModelHints | None = None,
-) -> Run:
+    model: nn.Module | Iterable[nn.Module], optimizer: Any, policy: Policy | None, settings: Settings, console: Console,
+    *, autocast_cache: bool = True, weights: str | None = None, hints: ModelHints | None = None,
+) -> Run:  # fmt: skip
     """Return a run of a model that is not Megatron's. Arguments as for ``train`` and ``activations``."""
     if not settings.auto and (settings.save_plan is not None or settings.save_profile is not None):
         raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")

@@ -1,7 +1,5 @@
 """Refuses settings that Megatron's trainer cannot run, before it builds anything."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from collections.abc import Callable
@@ -17,11 +15,8 @@ from megatron.swap.trainer.versions import is_gpt_config
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise a ``UsageError`` for flags with which Megatron would ignore ours, or run out of memory early.
-
-    ``args`` are parsed, before Megatron fills in defaults. Another program's may lack Megatron's flags.
-    """
-    given = vars(args)
+    """Raise a ``UsageError`` for flags with which Megatron would ignore ours, or run out of memory early."""
+    given = vars(args)  # before Megatron fills in defaults; another program lacks its flags
     if given.get("yaml_cfg") is not None:
         raise UsageError(
             f"--yaml-cfg {args.yaml_cfg}: Megatron then ignores all flags, so the --swap- flags too. Give the settings "

@@ -1,7 +1,5 @@
 """The command line of a training program: help that works, mistakes in a paragraph, no run that forgets to swap."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Whether linear layers in 8 bits keep copies of their weights: the planner's choice unless a flag decides."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,10 +20,7 @@ from megatron.swap.megatron_lm.fp8_weights import can_drop
 def choose_fp8_weights(
     facts: MegatronFacts, settings: Settings, command_line: Sequence[str]
 ) -> tuple[Settings, str | None]:
-    """Return ``settings`` with the faster ``fp8_weights`` if none is given and the run plans itself.
-
-    Also return a line if copies are not kept. ``command_line`` has the words of Megatron's.
-    """
+    """Return ``settings`` with the faster ``fp8_weights`` if a planner may choose, and a line if copies go."""
     # Copies are kept if TransformerEngine always keeps them, without figures for the GPU or formulas for the model, and
     # with pipeline stages.
     budget_gib = settings.memory_gib

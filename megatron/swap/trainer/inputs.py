@@ -1,7 +1,5 @@
 """Checks the data that training needs before anything is built."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct
@@ -56,11 +54,8 @@ def check_packing(args: Namespace) -> None:
 
 
 def check_data(args: Namespace) -> None:
-    """Raise a ``UsageError`` for datasets that do not exist, and for parts of them without a document.
-
-    A dataset is a prefix of an ``.idx`` and a ``.bin`` file, with ``--sft`` a file.
-    """
-    blends = list(_blends(args))
+    """Raise a ``UsageError`` for datasets that do not exist, and for parts of them without a document."""
+    blends = list(_blends(args))  # a dataset is a prefix of an .idx and a .bin file, with --sft a file
     for flag, words, _ in blends:
         for prefix in _prefixes(words):
             if args.sft:
@@ -188,16 +183,11 @@ def _text(flag: str, path: str) -> str:
 
 def _prefixes(words: Sequence[str]) -> Sequence[str]:
     """Return the prefixes among ``words``, as Megatron reads them: prefixes alone, or weights and prefixes in turn."""
-    is_weighted = len(words) % 2 == 0 and all(map(_is_number, words[0::2]))
-    return words[1::2] if is_weighted else words
-
-
-def _is_number(word: str) -> bool:
     try:
-        float(word)
+        weights = list(map(float, words[0::2]))
     except ValueError:
-        return False
-    return True
+        return words
+    return words[1::2] if 2 * len(weights) == len(words) else words
 
 
 def _others(prefix: str) -> str:

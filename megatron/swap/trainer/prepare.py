@@ -1,7 +1,5 @@
 """Preparation before Megatron is imported, so that it runs on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -39,6 +37,5 @@ def prepare(argv: Sequence[str] = ()) -> None:
 
 
 def asks_for_debug(argv: Sequence[str]) -> bool:
-    """Whether the command line ``argv`` has ``--swap-log-level debug``."""
     words = " ".join(argv).replace("=", " ")
     return "--swap-log-level debug" in words

@@ -1,7 +1,5 @@
 """Megatron's ``pretrain`` with swapping: one call, although its arguments differ from version to version."""
 
-from __future__ import annotations
-
 import functools
 from argparse import Namespace
 from collections.abc import Callable

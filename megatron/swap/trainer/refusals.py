@@ -1,7 +1,5 @@
 """Megatron's refusals of flags, as errors of one paragraph."""
 
-from __future__ import annotations
-
 import linecache
 import re
 import sys
@@ -13,17 +11,12 @@ from contextlib import contextmanager
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.patches.registry import PatchError
 
-REFUSALS = (
-    AssertionError, ArithmeticError, ImportError, NameError, OSError, RuntimeError, TypeError, ValueError
-)  # fmt: skip
+REFUSALS = (AssertionError, ArithmeticError, ImportError, NameError, OSError, RuntimeError, TypeError, ValueError)
 
 
 @contextmanager
 def told_refusals(*, in_full: bool) -> Iterator[None]:
-    """Turn an exception by which Megatron refuses flags into a ``UsageError`` of one paragraph.
-
-    ``in_full`` leaves the exception as it is, to be shown with its traceback.
-    """
+    """Turn an exception by which Megatron refuses flags into a ``UsageError`` of one paragraph, unless ``in_full``."""
     try:
         yield
     except (SwapError, PatchError):

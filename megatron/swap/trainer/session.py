@@ -6,6 +6,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,6 @@ from megatron.swap.run.run import Run, unknown_model
 from megatron.swap.run.run_device import RunDevice
 from megatron.swap.trainer.checks import check_model_config
 from megatron.swap.trainer.fp8_weights import choose_fp8_weights
-from megatron.swap.trainer.report import report_of
 from megatron.swap.trainer.upstream import supply_fusion_kernel, switch_fusion_off
 from megatron.swap.trainer.versions import ignored_scaling
 
@@ -103,10 +103,8 @@ class SwapSession(Run):
         if model_config is not None:
             hooks = model_config.pre_wrap_hooks
             hooks.append(session.attach)
-            session._undo.append(functools.partial(_remove_from, hooks, session.attach))
+            session._undo.append(lambda: hooks.remove(session.attach) if session.attach in hooks else None)
         return session
-
-    # ------------------------------------------------- called by Megatron's trainer
 
     def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
         # Since `install` Megatron's tokenizer may have set the vocabulary, and fusion may have been switched off.
@@ -162,14 +160,9 @@ class SwapSession(Run):
             )
 
     def on_iteration(
-        self,
-        iteration: int,
-        losses: dict[str, torch.Tensor],
-        grad_norm: Any,
-        is_logged: bool,
-        writer: Any,
+        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any,
         averages_next: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """End ``iteration`` (from 1) as a step, and print its line if Megatron has printed its own (``is_logged``).
 
         ``losses`` are tensors of one element by name; empty on all pipeline stages but the last. ``grad_norm`` is of
@@ -214,7 +207,6 @@ class SwapSession(Run):
             self._show(of_ranks)
 
     def _show(self, ranks: list[RankReport]) -> None:
-        """Write the summary of all ranks, and print the lines at the end."""
         path, swaps = self.settings.summary, self.planned.swaps
         summary = build_summary(self.hints.num_layers, ranks, None if self.auto is None else self.auto.summary())
         if path is not None:
@@ -229,20 +221,39 @@ class SwapSession(Run):
                 print(line, flush=True)
 
     def _report(self) -> RankReport:
-        return report_of(self.step_log.records, self.run_device, self.parts, self.optimizer_swap)
+        """Return this rank's figures. Reads losses from the device, which must be idle or broken."""
+        run_device, parts, observer = self.run_device, self.parts, self.run_device.observer
+        steps = self.step_log.records
+        report = RankReport(
+            steps=[replace(step, loss=None if step.loss is None else float(step.loss)) for step in steps],
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            device_peak_bytes=run_device.device.peak_bytes(),  # torch's own peak is reset by a recorder
+            saved_peak_bytes=None if observer is None else observer.peak_bytes,
+            host_booked_bytes=0, host_leased_peak_bytes=0, stayed_bytes=0,
+            device_reserved_bytes=run_device.device.peak_reserved_bytes(), counted=run_device.counted,
+        )
+        if self.optimizer_swap is not None:
+            self.optimizer_swap.report_to(report)
+        if parts is not None:
+            stats, layers = parts.machine.tier.stats(), parts.manager.counters.layers
+            report.host_booked_bytes = stats.reserved_bytes
+            report.host_leased_peak_bytes = stats.leased_peak_bytes
+            report.disk_booked_bytes = stats.disk_reserved_bytes
+            report.disk_leased_peak_bytes = stats.disk_peak_bytes
+            report.stayed_bytes = sum(layer.stayed_bytes for layer in layers.values())
+            if parts.recomputer is not None:
+                report.recompute_refused = [f"{site}: {reason}" for site, reason in parts.recomputer.refused.items()]
+            report.swapped_layers = sorted(number for number, layer in layers.items() if layer.out_bytes)
+        return report
 
     def _memory(self, report: RankReport, chunks: Sequence[nn.Module], optimizer: Any) -> list[MemoryRow]:
-        """Return the memory in use on this rank, by kind and tier."""
         offloaded = () if self.optimizer_swap is None else self.optimizer_swap.offloaded_tensors()
         inner = [one.optimizer for one in unchained(optimizer)]
         return memory_report.measure(report, self.run_device.device, chunks, inner, offloaded)
 
 
 def patches_of(facts: MegatronFacts, settings: Settings, kinds: Collection[str], session: SwapSession) -> RunPatches:
-    """Return the patches that a run of Megatron's trainer needs, and those that it uses where they fit.
-
-    The patched functions call ``session`` and its hints.
-    """
+    """Return the patches of a run of Megatron's trainer. The patched functions call ``session`` and its hints."""
     of_model = patches_of_model(facts, settings, kinds, session.hints)
     needs = [
         train.train_patch(session.on_begin, session.on_finish),
@@ -256,12 +267,6 @@ def patches_of(facts: MegatronFacts, settings: Settings, kinds: Collection[str],
     elif settings.acts:
         optional += main_params.main_params_patches()
     if settings.attaches:
-        # Measured here, before any rank takes host memory.
-        host_bytes = safe_host_bytes(local_world_size()).safe_bytes
+        host_bytes = safe_host_bytes(local_world_size()).safe_bytes  # measured here, before any rank takes host memory
         optional.append(param_buffer.param_buffer_patch(functools.partial(off_device, host_bytes=host_bytes)))
     return RunPatches(needs, optional)
-
-
-def _remove_from(hooks: list[Any], hook: Any) -> None:
-    if hook in hooks:
-        hooks.remove(hook)

@@ -1,7 +1,5 @@
 """The kernel of fused weight gradients: given to Megatron where apex has none, or fusion is refused or off."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +13,7 @@ _supplied: list[AppliedPatches] = []
 
 
 def supply_fusion_kernel(args: Namespace) -> Sequence[Misfit]:
-    """Give Megatron's linear layers TransformerEngine's kernel if they fuse gradients and apex has none for them.
-
-    Return the patches that do not fit, so that there is no kernel.
-    """
+    """Give Megatron TransformerEngine's kernel if apex has none for fused gradients. Return patches that misfit."""
     kernel = weight_gradients.te_kernel() if args.gradient_accumulation_fusion else None
     if kernel is None or weight_gradients.has_kernel():
         return []
@@ -38,10 +33,7 @@ def refuse_fusion_without_kernel(args: Namespace) -> None:
 
 
 def switch_fusion_off(left_out: Sequence[Misfit], args: Namespace, model_config: Any) -> bool:
-    """Switch Megatron's fused gradient accumulation off if its patch is among those ``left_out``. Return whether it is.
-
-    ``model_config`` is None if the model's is made from ``args`` later.
-    """
+    """Switch Megatron's fused gradients off if their patch is among those ``left_out``. Return whether it is."""
     if all(misfit.patch is not linear_weight_gradients.PATCH for misfit in left_out):
         return False
     # Without the patch, Megatron's linear layers lose the gradients of their weights.

@@ -4,8 +4,6 @@ From 0.19 on, ``gpt_config_from_args`` makes a model config from flags, and ``pr
 Earlier ``pretrain`` takes a model provider. PyPI's wheel has none, so ``gpt_provider`` makes one.
 """
 
-from __future__ import annotations
-
 import functools
 from argparse import Namespace
 from collections.abc import Callable
@@ -39,18 +37,14 @@ def ignored_scaling(args: Namespace, model_config: Any) -> str | None:
     given = vars(args).get("rope_scaling_factor")
     if not is_gpt_config(model_config) or not args.use_rope_scaling or given == model_config.rope_scaling_factor:
         return None
-    # The factor is not set here: weights trained by Megatron alone have positions scaled by the default.
-    return (
+    return (  # the factor is not set here: weights trained by Megatron alone have positions scaled by the default
         f"--rope-scaling-factor {given:g} has no effect: Megatron's trainer scales by "
         f"{model_config.rope_scaling_factor:g}. Give swap.pretrain a model_provider to scale by another factor"
     )
 
 
 def gpt_provider(args: Namespace, layer_spec: Any = None) -> Callable[..., Any]:
-    """Return a provider of the GPT that ``args`` describe, as Megatron's ``pretrain`` takes it.
-
-    ``layer_spec`` is ``default_layer_spec`` if it is not given. Raises a ``UsageError`` if a flag needs another model.
-    """
+    """Return a provider of the GPT that ``args`` describe, or raise a ``UsageError`` if a flag needs another model."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.training import argument_utils
 
@@ -68,54 +62,33 @@ def gpt_provider(args: Namespace, layer_spec: Any = None) -> Callable[..., Any]:
             )
 
     def provide(
-        pre_process: bool = True,
-        post_process: bool = True,
-        vp_stage: int | None = None,
-        config: Any = None,
+        pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None,
         pg_collection: Any = None,
-    ) -> Any:
-        """Build the chunk of this pipeline stage."""
+    ) -> Any:  # fmt: skip
         config = argument_utils.core_transformer_config_from_args(args) if config is None else config
         return GPTModel(
-            config=config,
-            transformer_layer_spec=make_layer_spec(layer_spec or default_layer_spec, config, vp_stage),
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+            config=config, transformer_layer_spec=make_layer_spec(layer_spec or default_layer_spec, config, vp_stage),
+            vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process, post_process=post_process, fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
-            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-            pg_collection=pg_collection,
+            position_embedding_type=args.position_embedding_type, rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base, rope_scaling=args.use_rope_scaling,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor, pg_collection=pg_collection,
             vp_stage=vp_stage,
-        )
+        )  # fmt: skip
 
     return provide
 
 
 def pretrain_call(
-    args: Namespace,
-    model_config: Any,
-    provide_datasets: Callable[..., Any],
-    forward_step: Callable[..., Any],
+    args: Namespace, model_config: Any, provide_datasets: Callable[..., Any], forward_step: Callable[..., Any],
     **options: Any,
-) -> Callable[[], None]:
-    """Return the call of Megatron's ``pretrain``, whose arguments have other places in each version.
-
-    Without ``model_config``, ``options`` have a ``model_provider``.
-    """
+) -> Callable[[], None]:  # fmt: skip
+    """Return the call of Megatron's ``pretrain``. Without ``model_config``, ``options`` have a ``model_provider``."""
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
 
     return functools.partial(
-        training.pretrain,
-        argument_utils.pretrain_cfg_container_from_args(args, model_config),
-        provide_datasets,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-        **options,
-    )
+        training.pretrain, argument_utils.pretrain_cfg_container_from_args(args, model_config), provide_datasets,
+        model_type=ModelType.encoder_or_decoder, forward_step_func=forward_step, **options,
+    )  # fmt: skip

@@ -108,7 +108,8 @@ class Training:
         self.machine = DecidedMachine()
         self.steps = self.machine.steps
         monkeypatch.setattr(self.auto, "_machine", self.machine)
-        watch(self.auto, self.chunk)
+        watch(recorder, self.chunk)
+        self.chunk.register_forward_pre_hook(lambda *_: self.auto.chunk_begins(), prepend=True)
 
     def apply_policy(self, window_bytes: int | None) -> None:
         self.num_followed += 1
