@@ -43,70 +43,47 @@ def refusal(monkeypatch: pytest.MonkeyPatch, line: str) -> str:
 PROFILE, GPU = "--profile profile.json", "--gpu h200"
 REFUSED = (
     *((f"{flag} {given} {PROFILE}", f"error: {flag} {given}: must be a number ")
-      for flag in ("--memory-gib", "--host-gib", "--link-gb-s") for given in ("nan", "inf", "1e+308", "-1")),
-    (f"--host-gib nan {GPU} -- {FLAGS}", "error: --host-gib nan: must be a number "),
+      for flag, given in (("--memory-gib", "nan"), ("--host-gib", "inf"), ("--link-gb-s", "1e+308"))),
     (f"{PROFILE} --memory-gib 0", "--memory-gib 0: must be"),
     (f"{PROFILE} --pipeline-rank 0", "--pipeline-rank 0: does not go with --profile"),
-    (f"{PROFILE} --num-gpus 3", "--num-gpus 3: does not go with --profile"),
     (f"{PROFILE} -- {FLAGS}", "--num-layers: does not go with --profile"),
-    (f"{PROFILE} --summary run.json", "--summary run.json: does not go with --profile"),
     (f"{PROFILE} --curve curve.foo", "error: --curve curve.foo: must be a picture"),
     ("--show plan.json --memory-gib 4", "--memory-gib 4.0: does not go with --show"),
-    ("--show plan.json --summary run.json", "--summary run.json: does not go with --show"),
     (f"{PROFILE} --seq-length 0", "seq_length: 0 is given"),
-    (f"{PROFILE} --micro-batch-size -1", "micro_batch_size: -1 is given"),
     (f"{GPU} --", "--gpu needs the flags of the training command, behind --"),
     (f"{GPU} --num-gpus 0 -- {FLAGS}", "--num-gpus 0: must be a multiple of 1"),
     (f"{GPU} --num-gpus 8 --gpus-per-host 3 -- {FLAGS}", "--gpus-per-host 3: must divide the 8 GPUs"),
     (f"{GPU} --pipeline-rank 7 -- {FLAGS}", "--pipeline-rank 7: must be 0 to 0"),
     (f"{GPU} --memory-gib 140 -- {FLAGS}", "--memory-gib 140: NVIDIA H200 has 139.8 GiB"),
     (f"{GPU} --summary none.json -- {FLAGS}", "--summary none.json: is not what --swap-summary writes today"),
-    *((f"{GPU} --memory-gib 60 -- {FLAGS} {flags}", f"--memory-gib 60 and {flags} among the training flags")
-      for flags in ("--swap-memory-gib 50", "--swap-memory-fraction 0.5")),
+    (f"{GPU} --memory-gib 60 -- {FLAGS} --swap-memory-gib 50", "--memory-gib 60 and --swap-memory-gib 50 among"),
     (f"{GPU} -- {FLAGS.replace('--vocab-size 256', '')}", "give --vocab-size"),
-)  # fmt: skip
+)
 REFUSED_FLAGS = (
-    *((f"--{name} 0", f"--{name} 0: must be at least 1") for name in (
-        "num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "ffn-hidden-size",
-        "global-batch-size", "vocab-size", "tensor-model-parallel-size", "pipeline-model-parallel-size",
-    )),
+    ("--num-layers 0", "--num-layers 0: must be at least 1"),
     (f"--seq-length 1{'0' * 400}", "must be at least 1 and at"),
     ("--seq-length many", "error: among the training flags: argument --seq-length: invalid int value: 'many'."),
     ("--max-position-embeddings 32", "--max-position-embeddings 32: must be at least --seq-length 64"),
-    *((f"--swap-host-gib {given}", f"--swap-host-gib {given}: a number is expected")
-      for given in ("lots", "nan", "0", "-1")),
-    *((flags, f"{flags}: its memory and time are not known without a measurement")
-      for flags in ("--optimizer sgd", "--fp4-format=e2m1", "--fp8-output-proj")),
-    ("--mtp-num-layers 1", "--mtp-num-layers: its memory and time are not known"),
-    *((f"{flags} --bf16", f"error: {flags} is not needed.")
-      for flags in ("--recompute-granularity full", "--recompute-granularity=full", "--recompute-activations")),
-    *((flags, f"error: {flags}: plan chooses what is swapped. Leave {flags.split()[0]} ")
-      for flags in ("--swap-layers all", "--swap-recompute norm activation")),
+    ("--swap-host-gib lots", "--swap-host-gib lots: a number is expected"),
+    ("--optimizer sgd", "--optimizer sgd: its memory and time are not known without a measurement"),
+    ("--recompute-granularity=full --bf16", "error: --recompute-granularity=full is not needed."),
+    ("--swap-layers all", "error: --swap-layers all: plan chooses what is swapped. Leave --swap-layers "),
     ("--fp16", "--bf16 and --fp16 cannot be combined"),
     ("--swap-memory-fraction 0.5 --swap-memory-gib 40", "--swap-memory-gib 40 and --swap-memory-fraction 0.5 both"),
-    *((f"--swap-memory-fraction {given}", f"fraction {given}: must be above 0") for given in ("0", "1.5", "nan")),
+    ("--swap-memory-fraction 1.5", "fraction 1.5: must be above 0"),
     ("--num-experts 4", "error: --num-experts 4: cannot be planned without a measurement."),
     ("--use-fsdp", "has this training flag. Leave it out."),
     ("--num-attention-heads 5", "--hidden-size 64: must be a multiple of 5, --num-attention-heads"),
-    ("--tensor-model-parallel-size 3", "--num-attention-heads 4: must be a multiple of 3, --tensor-model"),
-    ("--group-query-attention --num-query-groups 3", "heads 4: must be a multiple of 3, --num-query-groups"),
-    ("--num-experts 5 --expert-model-parallel-size 2", "--num-experts 5: must be a multiple of 2, --expert"),
-    ("--pipeline-model-parallel-size 3", "--num-layers 4: must be a multiple of 3, the chunks of the model"),
     ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
      "--num-layers 4: must be a multiple of 6, stages x --num-layers-per-virtual-pipeline-stage"),
-    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
-     "--num-layers 4: must be a multiple of 6, the chunks of the model"),
-    *((f"--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {batch}",
-       f"error: micro-batches a step: {given} is given; with virtual pipeline")
-      for batch, given in (("", 1), ("--global-batch-size 7", 7))),
-    *((flags, f"error: {flags.split()[0]}: needs a value among the training flags.")
-      for flags in ("--train-iters", "--lr --min-lr 1e-5", "--swap-layers")),
+    ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 7",
+     "error: micro-batches a step: 7 is given; with virtual pipeline"),
+    ("--lr --min-lr 1e-5", "error: --lr: needs a value among the training flags."),
     ("--num-experst 8", "--num-experst: neither Megatron 0.19.2 nor Megatron Swap has"),
     ("--swap-optimiser=auto", "Did you mean --swap-optimizer?"),
     ("--memory-gib 3", "--memory-gib: is an option of plan, not of training. Give it before the -- ."),
     ("--save plan.json", "--save plan.json: behind -- it is the folder of checkpoints. Give it before the -- ."),
-    ("--xyzzy", "Leave it out."),
-)  # fmt: skip
+)
 
 
 def test_invalid_input_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,20 +101,17 @@ def test_outputs_that_cannot_be_or_would_overwrite_are_refused(folder: Path, mon
     before, content = sorted(folder.iterdir()), (folder / "profile.json").read_bytes()
     for flag in ("--save", "--save-profile", "--curve"):
         for path, message in (
-            ("folder.png", "must be a file, not a folder"), ("profile.json/x.png", "profile.json is none"),
+            ("folder.png", "must be a file, not a folder"),
             ("/proc/x.png", "must be a file that can be written; "),
-            (f"{'x' * 300}.png", "must be a file that can be written; "),
             ("profile.png", "must be another file than that of --profile, which it would overwrite."),
-        ):  # fmt: skip
+        ):
             said = refusal(monkeypatch, f"--profile profile.json {flag} {path}")
             assert said.startswith(f"error: {flag} {path}: ")
             assert message in said
     assert sorted(folder.iterdir()) == before
     assert (folder / "profile.json").read_bytes() == content
-    (folder / "link.json").symlink_to("x.json")
-    for path in ("x.json", "./x.json", str(folder / "x.json"), "link.json"):
-        said = refusal(monkeypatch, f"--profile profile.json --save x.json --save-profile {path}")
-        assert said.endswith("must be another file than that of --save, which it would overwrite.")
+    said = refusal(monkeypatch, "--profile profile.json --save x.json --save-profile ./x.json")
+    assert said.endswith("must be another file than that of --save, which it would overwrite.")
 
 
 def test_missing_folders_are_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,17 +127,6 @@ def test_a_disk_that_is_full_is_one_line(folder: Path, capsys: pytest.CaptureFix
     assert re.fullmatch(r"error: .*No space left on device.*\n", capsys.readouterr().err)
 
 
-def test_small_budgets_are_printed_in_mib(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    command = f"--gpu h200 --memory-gib 0.1 --save plan.json -- {FLAGS}"
-    assert program.main(command.split()) == 0
-    assert program.main(["--show", "plan.json"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "budget 102 MiB" in lines
-    assert not any("0.00 GiB" in line for line in lines if line.startswith(("peak", "budget", "host ")))
-
-
 def test_what_files_say_cannot_command_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Line ends in a name would be lines of their own, and half a pair of surrogates cannot be printed."""
     bad, shown = "a\x1b[2J\nb\ud800", r"a\x1b[2J\nb\ud800"
@@ -176,8 +139,3 @@ def test_what_files_say_cannot_command_a_terminal(folder: Path, capsys: pytest.C
     assert f", {shown}" in capsys.readouterr().out
     assert program.main(["--show", bad]) == 1
     assert capsys.readouterr().err.startswith(f"error: {shown}: ")
-    profile = json.loads(Path("profile.json").read_text())
-    profile["device"]["name"] = bad
-    Path("profile.json").write_text(json.dumps(profile))
-    assert program.main(["--profile", "profile.json", "--memory-gib", "4"]) == 0
-    assert f"GiB of {shown}" in capsys.readouterr().out

@@ -11,7 +11,6 @@ import pytest
 
 from megatron.swap.cli import plan as program
 from megatron.swap.cli import plan_hf
-from megatron.swap.dry import config_model
 from megatron.swap.dry.steps import DryStep
 
 pytest.importorskip("transformers")
@@ -41,6 +40,7 @@ def planned(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> s
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_rows_and_the_line_to_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = f"{OF_LLAMA} --micro-batch-size 16"  # so that the host does not limit the speed
     whole = planned(capsys, f"{large} --optimizer none --save-profile p.json")
@@ -65,8 +65,7 @@ def test_the_rows_and_the_line_to_type(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("wanted_gib", "is_full", "found"),
-    [(120.0, True, "120.00"), (150.0, False, "100.00"), (150.0, True, "at least 150.4")],
+    ("wanted_gib", "is_full", "found"), [(150.0, False, "100.00"), (150.0, True, "at least 150.4")]
 )
 def test_a_plan_that_wants_more_than_the_gpu_has_runs_within_its_memory(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wanted_gib: float, is_full: bool,
@@ -89,57 +88,23 @@ def test_a_loss_in_chunks_swaps_the_model_without_its_head(folder: Path, capsys:
     assert float(found["nothing"][0]) < 6 * 4096 * 65536 / 2**30  # the logits in bf16 and fp32
 
 
-def test_trainer_waits_between_steps(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second for each weight: all options take as long."""
-    monkeypatch.setattr(config_model, "IDLE_MS", 1000.0)
-    idle, busy = (planned(capsys, f"{OF_LLAMA} --optimizer {kind}") for kind in ("adamw-fused", "adamw"))
-    num_weights = 9 * LLAMA["num_hidden_layers"] + 3
-    assert [float(cells[3]) for cells in rows(idle).values()] == pytest.approx([4096 / num_weights] * 3, abs=1)
-    assert all(float(cells[3].replace(",", "")) > 1000 for cells in rows(busy).values())
-
-
-@pytest.mark.nightly
-def test_weights_in_fp32_are_planned_without_autocasts_cache(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Checkpointing holds a cast of each weight at the end of forward, the plan does not."""
-    (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 24}))
-    short = OF_LLAMA.replace("4096", "64") + " --optimizer none --weights mixed"
-    found = rows(planned(capsys, f"{short} --memory-gib 1"))
-    assert found["planned"][-1] == "swap.activations(model, memory_gib=…, autocast_cache=False)"
-    assert (found["checkpointing"][4], found["planned"][4]) == ("no", "yes")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("--hf config.json --profile p.json --seq-length 8", "--hf config.json: needs --gpu, one of h200, h100"),
         ("--gpu h200 --hf config.json", "--hf config.json: needs --seq-length"),
-        (f"{OF_LLAMA} -- --num-layers 4", "--num-layers: does not go with --hf"),
         (f"{OF_LLAMA} --pipeline-rank 0", "--pipeline-rank 0: does not go with --hf"),
-        (f"{OF_LLAMA} --save plan.json", "--save plan.json: does not go with --hf"),
         (f"{OF_LLAMA} --memory-gib 150", "--memory-gib 150: NVIDIA H200 has 139.8 GiB."),
         (f"{OF_LLAMA} --micro-batch-size 0", "--micro-batch-size 0: must be at least 1."),
-        (f"{OF_LLAMA} --loss-chunk-tokens 0", "--loss-chunk-tokens 0: must be at least 1."),
-        ("--gpu h200 --hf config.json --seq-length 0", "--seq-length 0: must be at least 1."),
         ("--gpu h200 --hf config.json --seq-length 8192", "--seq-length 8192: the config has max_position_embeddings"),
         ("--gpu h200 --optimizer none -- --num-layers 4", "--optimizer none: is for --hf alone."),
-        ("--gpu h200 --loss-chunk-tokens 64 -- --num-layers 4", "--loss-chunk-tokens 64: is for --hf alone."),
         ("--gpu h200 --hf nowhere.json --seq-length 8", "--hf nowhere.json: is no config.json of transformers (File"),
-        ("--gpu h200 --hf list.json --seq-length 8", "--hf list.json: is no config.json of transformers (TypeError"),
-        ("--gpu h200 --hf text.json --seq-length 8", "--hf text.json: is no config.json of transformers (JSONDecode"),
         ("--gpu h200 --hf other.json --seq-length 8", "--hf other.json: model_type 'no-such-model' is not in "),
-        ("--gpu h200 --hf odd.json --seq-length 8", "--hf odd.json: "),
         ("--gpu h200 --hf t5.json --seq-length 8", "--hf t5.json: t5 is no causal language model"),
     ],
 )
 def test_wrong_input(folder: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
-    (folder / "list.json").write_text("[]")
-    (folder / "text.json").write_text("model")
     (folder / "other.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    (folder / "odd.json").write_text(json.dumps({**LLAMA, "hidden_size": "wide"}))
     (folder / "t5.json").write_text(json.dumps({"model_type": "t5"}))
     assert program.main(line.split()) == 1
     said = capsys.readouterr()

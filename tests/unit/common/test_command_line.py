@@ -13,31 +13,22 @@ KNOWN = ["--swap-layers", "--swap-memory-gib", "--swap-memory-fraction", "--swap
 @pytest.mark.parametrize(
     ("given", "nearest"),
     [
-        ("--swap-layer", "--swap-layers"),
         ("--swap-lay", "--swap-layers"),
         ("--swap_layers", "--swap-layers"),
-        ("-swap-layers", "--swap-layers"),
         ("—swap-layers", "--swap-layers"),
         ("--Swap-Layers", "--swap-layers"),
         ("--swaplayers", "--swap-layers"),
-        ("--swap-mem", "--swap-memory-gib"),
         ("--swap-memory", "--swap-memory-gib"),
         ("--memory-gib", "--swap-memory-gib"),
-        ("--num_layer", "--num-layers"),
         ("--quux", None),
-        ("--", None),
     ],
 )
 def test_the_nearest_flag(given: str, nearest: str | None) -> None:
     assert nearest_flag(given, KNOWN) == nearest
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [("--a", True), ("-a", True), ("–a", True), ("a", False), ("-1", False), ("--", False), ("-", False), ("", False)],
-)
-def test_what_is_meant_as_a_flag(word: str, expected: bool) -> None:
-    assert is_flag(word) is expected
+def test_what_is_meant_as_a_flag() -> None:
+    assert [word for word in ("--a", "-a", "–a", "a", "-1", "--", "-", "") if is_flag(word)] == ["--a", "-a", "–a"]
 
 
 @pytest.mark.parametrize(
@@ -47,19 +38,11 @@ def test_what_is_meant_as_a_flag(word: str, expected: bool) -> None:
         ("--num 3 --quux=4", "--quux is not a flag: `program --help` lists all of them."),
         ("--num 3 4", "'4' belongs to no flag. Flags begin with --; a value with blanks needs quotes around it."),
         ("--num x", "argument --num: invalid int value: 'x'. --num: how many, 5 if it is not given"),
-        ("--num", "argument --num: expected one argument. --num: how many, 5 if it is not given"),
-        ("--plain x", "argument --plain: invalid int value: 'x'"),
-        (
-            "--aaa --bbb --ccc --ddd --eee --fff",
-            "".join(f"--{c * 3} is not a flag: `program --help` lists all of them.\n" for c in "abcd")
-            + "2 more are no flags either.",
-        ),
     ],
 )
 def test_a_mistake_is_a_paragraph(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = CommandLine(prog="program", allow_abbrev=False)
     parser.add_argument("--num", type=int, default=5, help="how many, %(default)s if it is not given")
-    parser.add_argument("--plain", type=int)
     with pytest.raises(SystemExit) as stop:
         parser.parse_args(words.split())
     assert stop.value.code == 2

@@ -12,17 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.swap.common.layer_ranges import format_ranges
-from megatron.swap.common.plan import (
-    Model,
-    Plan,
-    PlanClass,
-    Predicted,
-    SitePlan,
-    check_model,
-    load_plan,
-    save_plan,
-)
+from megatron.swap.common.plan import Model, Plan, PlanClass, Predicted, SitePlan, check_model, load_plan, save_plan
 from megatron.swap.common.types import MIB, Action, Site, UsageError
+from tests.sizes import sized
 
 MODEL = Model(16, 4096, 11008, 32, 32, 4096, 4, 32000, "transformer_engine", "bf16", gated=True)
 PLAN = Plan(
@@ -53,7 +45,7 @@ SITES = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(deadline=None)
+@settings(max_examples=sized(40, 10), deadline=None)
 @given(entries=st.lists(SITES, min_size=1, max_size=4), budget=st.none() | st.floats(0, 1e4), data=st.data())
 def test_a_plan_round_trips_exactly(tmp_path_factory: Any, entries: list, budget: float | None, data: Any) -> None:
     layers = data.draw(st.permutations(range(16)))
@@ -63,24 +55,7 @@ def test_a_plan_round_trips_exactly(tmp_path_factory: Any, entries: list, budget
         for i, sites in enumerate(entries)
     )
     plan = replace(PLAN, budget_gib=budget, classes=classes, prefetch_gib=data.draw(st.none() | st.floats(1e-6, 1e3)))
-    path = written(tmp_path_factory.mktemp("plan"), plan=plan)
-    assert load_plan(path) == plan
-    first = path.read_text()
-    save_plan(load_plan(path), path)
-    assert path.read_text() == first
-
-
-def test_blanks_before_brackets_stay_in_strings(tmp_path: Path) -> None:
-    plan = replace(PLAN, classes=(PlanClass("0", {"mlp/0": SitePlan("keep", why="[ a ]")}),))
-    assert load_plan(written(tmp_path, plan=plan)) == plan
-
-
-def test_a_person_can_read_it(tmp_path: Path) -> None:
-    text = written(tmp_path).read_text()
-    assert '"mlp/0": {"action": "swap", "mib": 688.0, "why": "13 ms on the link"}' in text
-    assert text.startswith('{\n "format": "megatron-swap plan",\n "version": 1,')
-    older = load_plan(written(tmp_path, lambda value: value.pop("prefetch_gib")))
-    assert older.prefetch_gib is None
+    assert load_plan(written(tmp_path_factory.mktemp("plan"), plan=plan)) == plan
 
 
 def test_actions_of_sites_and_layers() -> None:
@@ -120,26 +95,16 @@ def edit(*path: str | int, to: Any) -> Any:
     [
         (edit("format", to="a profile"), 'format is "a profile", allowed is "megatron-swap plan"'),
         (edit("version", to=2), "version is 2, allowed is 1"),
-        (edit("version", to=True), "version is true, allowed is 1"),
-        (edit("version", to=...), "version is null, allowed is 1"),
         (edit("model", to=...), "the key 'model' is missing; needed are model, budget_gib"),
         (edit("clases", to=[]), "the key 'clases' is unknown; allowed are model, budget_gib"),
         (edit("model", "num_layers", to="16"), 'model: num_layers: "16" is given; it must be a whole number'),
         (edit("model", "gated", to=1), "model: gated: 1 is given; it must be true or false"),
         (edit("budget_gib", to=float("inf")), r"budget_gib: Infinity is given; it must be a number from 0 to 1e\+12"),
-        (edit("budget_gib", to=-1), "budget_gib: -1 is given; it must be a number from 0"),
-        (edit("predicted", "step_ms", to=-0.5), "predicted: step_ms: -0.5 is given; it must be a number from 0"),
         (edit("prefetch_gib", to=0), "prefetch_gib: 0 is given; it must be above 0 and finite"),
-        (edit("prefetch_gib", to=1e308), r"prefetch_gib: 1e\+308 is given; it must be a number from 0"),
-        (edit("classes", 0, "sites", "mlp/0", "mib", to=-1), "mlp/0: mib: -1 is given; it must be a number from 0"),
-        (edit("classes", 0, "sites", "mlp/0", "mib", to=1e308), r"mib: 1e\+308 is given; it must be a number from 0"),
-        (edit("model", "num_layers", to=10**400), "model: num_layers: 10+ is given; it must be a whole number from 0"),
-        (edit("model", "hidden_size", to=0), "model: hidden_size: 0 is given; it must be at least 1"),
         (edit("classes", to={}), "classes: {} is given; it must be a list"),
         (edit("classes", 0, "sites", "mlp/0", "action", to="offload"),
          r"classes\[0\]: sites: mlp/0: action: \"offload\" is given; allowed are keep, swap, recompute"),
         (edit("classes", 0, "sites", "mlp", to={"action": "keep"}), r"classes\[0\]: sites: 'mlp' is not a site"),
-        (edit("classes", 0, "layers", to="5-2"), r"classes\[0\]: layers: '5-2' is given"),
         (edit("classes", 0, "layers", to="0-16"), "the model has 16 layers, allowed are 0 to 15"),
         (edit("classes", 0, "layers", to="4"), "layer 4 is in '4' and in '3-4'; each layer may be in one class"),
     ],

@@ -16,8 +16,6 @@ from megatron.swap.common.spelling import ACTIVATIONS, INSTALL
     [
         ("Raise --swap-host-gib.", "Raise host_gib=.", 'Raise config["host_gib"].'),
         ("--swap-memory-gib -1: must be 1.", "memory_gib=-1: must be 1.", "memory_gib=-1: must be 1."),
-        ("--swap-memory-gib x: must be 1.", "memory_gib=x: must be 1.", "memory_gib=x: must be 1."),
-        ("--swap-layers '9' is too high", "layers='9' is too high", "layers='9' is too high"),
         ("--swap-optimizer 0.5: why", "optimizer=0.5: why", 'config["optimizer"]=0.5: why'),
         ("Lower --swap-min-mib to 3. If so, add --swap-host-unchecked.", "Lower min_mib= to 3.",
          'Lower config["min_mib"] to 3. If so, add config["host_unchecked"].'),

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.dry import mode as dry_mode
+from megatron.swap.dry.autocast import DryAutocast
 from megatron.swap.dry.mode import dry_run
 from megatron.swap.dry.steps import dry_step
 from megatron.swap.engine.overrides import in_backward
@@ -82,27 +85,71 @@ def test_steps_are_the_same_without_what_is_remembered(tmp_path: Path, request: 
     assert steps[0] == steps[1]
 
 
-class Subclass(torch.Tensor):
-    """A tensor whose operators return such tensors."""
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def test_types_of_results_are_those_of_the_call() -> None:
-    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+def made(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(4, 4, dtype=dtype, device="meta", requires_grad=True)
 
-    with dry_run(DryDevice("a GPU"), H200):
-        assert [meta(4).cos().dtype, meta(4, dtype=torch.bfloat16).cos().dtype] == [torch.float32, torch.bfloat16]
-        assert [type(each.sin()) for each in (meta(4), meta(4).as_subclass(Subclass), meta(4))] == [
-            torch.Tensor, Subclass, torch.Tensor
-        ]  # fmt: skip
-        whole = meta(4, dtype=torch.int64)
-        assert (whole / 2).dtype is torch.float32
-        torch.set_default_dtype(torch.bfloat16)
+
+TYPES: tuple[tuple[Any, torch.dtype | None], ...] = (
+    (lambda x: x @ x, BF16),
+    (lambda x: functional.linear(x, x, x[0]), BF16),
+    (lambda x: torch.addmm(x, x, x), BF16),
+    (lambda x: torch.bmm(x[None], x[None]), BF16),
+    (lambda x: torch.einsum("ij,jk->ik", x, x), BF16),
+    (lambda x: x.softmax(-1), FP32),
+    (lambda x: functional.layer_norm(x, (4,)), FP32),
+    (lambda x: x.pow(2), FP32),
+    (lambda x: x.sum(), FP32),
+    (lambda x: functional.cross_entropy(x, torch.empty(4, dtype=torch.long, device="meta")), FP32),
+    (lambda x: x + x, None),
+    (functional.silu, None),
+)
+
+
+def test_types() -> None:
+    autocast = DryAutocast()
+    for given in (FP32, BF16, FP32):  # every step enters it again
+        with autocast.entered(), autocast.forward():
+            for function, dtype in TYPES:
+                assert function(made(given)).dtype == (dtype or given)
+    assert (made(FP32) @ made(FP32)).dtype == FP32
+
+
+@pytest.mark.parametrize(("has_cache", "num_casts"), [(True, 1), (False, 2)])
+def test_a_weight_is_cast_once_in_forward_by_the_cache(has_cache: bool, num_casts: int) -> None:
+    autocast, weight = DryAutocast(), made(FP32)
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage()._cdata)
+        return tensor
+
+    with autocast.entered(), autocast.forward(), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        inputs = made(BF16)
+        torch.set_autocast_cache_enabled(has_cache)
         try:
-            assert (whole / 2).dtype is torch.bfloat16
+            functional.linear(functional.linear(inputs, weight), weight)
         finally:
-            torch.set_default_dtype(torch.float32)
-        assert (whole * 2).dtype is torch.int64
-        assert (whole * 2.0).dtype is torch.float32
-        views = [meta(4, 4).t().contiguous().view(2, 8) for _ in range(2)]
-        assert [each.stride() for each in views] == [(8, 1), (8, 1)]
+            torch.set_autocast_cache_enabled(True)
+    assert len(kept) == 4
+    assert len(set(kept)) == 2 + num_casts  # the input, the output of the first, and casts
+
+
+def test_a_recomputation_in_backward_is_cast_too() -> None:
+    autocast, weight, seen = DryAutocast(), made(FP32), []
+
+    def part(inputs: torch.Tensor) -> torch.Tensor:
+        result = functional.linear(inputs, weight)
+        seen.append(result.dtype)
+        return result.pow(2)  # which saves it, so that all of this runs again
+
+    with autocast.entered():
+        with autocast.forward():
+            loss = checkpoint(part, made(FP32), use_reentrant=False).sum()
+        loss.backward()
+        assert (weight.detach() @ weight.detach()).dtype == FP32  # outside forward nothing is cast
+    assert seen == [BF16, BF16]
+    assert weight.grad is not None
+    assert weight.grad.dtype == FP32

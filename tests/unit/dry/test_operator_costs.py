@@ -49,17 +49,12 @@ SQUARE_MS = 2 * N * N / 1e9
     (aten._grouped_mm.default, (tensor(N, N), tensor(8, N, N), tensor(8, dtype=torch.int32)), 2 * N**3 / 100e9),
     (aten.add.Tensor, (tensor(N, N), tensor(N, N)), 3 * SQUARE_MS),
     (aten.add.Tensor, (tensor(N, N), tensor(1, N).expand(N, N)), 2 * SQUARE_MS + 2 * N / 1e9),
-    (aten.add_.Tensor, (tensor(N, N), tensor(N, N)), 3 * SQUARE_MS),
-    (aten.copy_.default, (tensor(N, N), tensor(N, N)), 2 * SQUARE_MS),
     (aten.zero_.default, (tensor(N, N),), SQUARE_MS),
     (aten._to_copy.default, (tensor(N, N),), 2 * SQUARE_MS),
     (aten.embedding.default, (tensor(10 * N, N), tensor(N, dtype=torch.long)), 2 * SQUARE_MS + 8 * N / 1e9),
     (aten._foreach_add_.List, ([tensor(N, N)], [tensor(N, N)]), 2 * 3 * SQUARE_MS),
-    (aten._foreach_zero_.default, ([tensor(N, N)],), 2 * SQUARE_MS),
     (aten.add.Tensor, (tensor(1), tensor(1)), LEAST_MS),
     (aten.t.default, (tensor(N, N),), 0.0),
-    (aten._unsafe_view.default, (tensor(N, N), [N * N]), 0.0),
-    (aten.empty_like.default, (tensor(N, N),), 0.0),
 ])  # fmt: skip
 def test_time(operator: Any, args: tuple[Any, ...], ms: float) -> None:
     assert cost(operator, *args).ms == pytest.approx(ms)
@@ -68,7 +63,7 @@ def test_time(operator: Any, args: tuple[Any, ...], ms: float) -> None:
 
 @pytest.mark.parametrize(
     ("version", "variable", "is_preferred"),
-    [(91900, None, True), (91900, "0", True), (91900, "1", False), (91500, None, False), (None, None, True)],
+    [(91900, None, True), (91900, "1", False), (91500, None, False)],
 )
 def test_which_attention_pytorch_takes(
     version: int | None, variable: str | None, is_preferred: bool, monkeypatch: pytest.MonkeyPatch
@@ -83,9 +78,6 @@ def test_which_attention_pytorch_takes(
     forward_ms = cost(aten._scaled_dot_product_flash_attention.default, query, query, query).ms
     speed = 1.0 if is_preferred else GPU.own_flash_speeds[0]
     assert forward_ms == pytest.approx(4 * 8 * N * N * 128 / (speed * 50e9))
-    query = query.float()  # cuDNN's takes none in single precision
-    efficient = cost(aten._scaled_dot_product_efficient_attention.default, query, query, query, None, True)
-    assert efficient.ms == pytest.approx(4 * 8 * N * N * 128 / (GPU.own_flash_speeds[0] * 50e9))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -107,20 +99,14 @@ def test_attention(is_causal: bool, num_keys: int) -> None:
 
 
 @pytest.mark.parametrize(("shape", "order", "dims", "mib"), [
-    ((1, 8192, N), (0, 1, 2), (0, 1), 132),  # the first three are in the run of h200-allocator/any-model-26.9
-    ((1, 8192, 32, 128), (0, 1, 2, 3), (0, 1, 2), 132),
+    ((1, 8192, N), (0, 1, 2), (0, 1), 132),  # the first two are in the run of h200-allocator/any-model-26.9
     ((1, 8, 8192, 128), (0, 2, 1, 3), (0, 1, 2), 64),
     ((8192, N), (0, 1), (-2,), 132),
-    ((262144, 64), (0, 1), (0,), 32),
     ((8192, 2880), (0, 1), (0,), 129.375),
     ((8192, N), (0, 1), (1,), 0),
     ((8192, N), (1, 0), (0,), 0),
-    ((8192, N), (0, 1), (0, 1), 0),
     ((2, 8192, N), (0, 1, 2), (1,), 0),
-    ((64, N), (0, 1), (0,), 0),
-    ((8192, 8), (0, 1), (0,), 0),
     ((0, N), (0, 1), (0,), 0),
-    ((), (), (0,), 0),
 ])  # fmt: skip
 def test_sums_of_columns_keep_partial_sums(
     shape: tuple[int, ...], order: tuple[int, ...], dims: tuple[int, ...], mib: float

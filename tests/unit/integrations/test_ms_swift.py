@@ -38,17 +38,11 @@ class Trainer:
         self.state = SimpleNamespace(iteration=0)
         self.callbacks = [known[name](self) for name in args.callbacks]
 
-    def call_event(self, event: str) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)()
-
     def train(self) -> None:
-        self.call_event("on_train_begin")
-        while self.state.iteration < self.args.train_iters:
-            self.call_event("on_step_begin")
-            self.state.iteration += 1
-            self.call_event("on_step_end")
-        self.call_event("on_train_end")
+        steps = ["on_step_begin", "on_step_end"] * self.args.train_iters
+        for event in ("on_train_begin", *steps, "on_train_end"):
+            for callback in self.callbacks:
+                getattr(callback, event)()
 
 
 def arguments(**more: Any) -> Any:
@@ -68,18 +62,14 @@ def swift(adapter: Callable[..., Any], known: dict[str, Any]) -> Any:
 
 def test_a_run_is_swapped_from_its_start_to_its_end(swift: Any, known: dict[str, Any], chunks: list[Any]) -> None:
     swift.module.register(layers="0-9", config={"min_mib": 0.1})
-    Trainer(arguments(), known, chunks).train()
+    trainer = Trainer(arguments(), known, chunks)
+    assert swift.installed == [], "nothing is installed before training"
+    trainer.train()
     (swapped,) = swift.installed
     assert (swapped.model, swapped.optimizer) == (chunks, "optimizer")
     assert swapped.settings == {"layers": "0-9", "config": {"min_mib": 0.1}}
     assert swapped.num_steps == 3
     assert swapped.is_closed
-
-
-def test_nothing_is_installed_before_training(swift: Any, known: dict[str, Any], chunks: list[Any]) -> None:
-    swift.module.register(memory_gib=60)
-    Trainer(arguments(), known, chunks)
-    assert swift.installed == []
 
 
 def test_optimizer_state_has_one_offloader(swift: Any, known: dict[str, Any], chunks: list[Any]) -> None:

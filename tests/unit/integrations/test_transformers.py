@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron import swap
 
 pytest.importorskip("transformers")
 import transformers
@@ -46,7 +45,7 @@ def trained(model: torch.nn.Module, handler: CallbackHandler | None, state: Any)
     return losses
 
 
-@pytest.mark.parametrize("more", [{"memory_gib": 1e-4}, {"layers": "0-1"}])
+@pytest.mark.parametrize("more", [{"memory_gib": 1e-4}, pytest.param({"layers": "0-1"}, marks=pytest.mark.slow)])
 def test_as_the_trainer_calls_it(more: dict[str, Any]) -> None:
     torch.manual_seed(1)
     model = llama()
@@ -93,15 +92,18 @@ def test_what_the_trainer_wraps_around_the_model_is_refused(given: dict[str, Any
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers' Trainer needs accelerate")
 def test_the_trainer(tmp_path: Path) -> None:
+    """Accelerate's optimizer skips steps between micro-batches. Its autocast is a forward of the model's instance."""
+
     def losses(*callbacks: SwapCallback) -> list[float]:
         transformers.set_seed(1)
         data = [{name: value[0] for name, value in text(step).items()} for step in range(2 * NUM_STEPS)]
         args = transformers.TrainingArguments(
-            tmp_path, per_device_train_batch_size=2, max_steps=NUM_STEPS, logging_steps=1, use_cpu=True,
-            report_to=[], save_strategy="no", gradient_checkpointing=True, disable_tqdm=True,
+            tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=NUM_STEPS, bf16=True,
+            logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", gradient_checkpointing=True,
+            disable_tqdm=True,
         )  # fmt: skip
         trainer = transformers.Trainer(llama(), args, train_dataset=data, callbacks=list(callbacks))
         trainer.train()
@@ -112,4 +114,3 @@ def test_the_trainer(tmp_path: Path) -> None:
     assert callback.swapped is not None
     stats = callback.swapped.stats()
     assert (stats.stage, stats.num_steps) == ("stable", NUM_STEPS)
-    assert isinstance(callback.swapped, swap.Run)

@@ -14,35 +14,26 @@ import pytest
 
 from megatron.swap.common.types import UsageError
 
-Key = str | tuple[str, str]
-
 
 class EngineRegistry:
-    """verl's registry; each test has a subclass, with engines of its own."""
+    """verl's registry, which prefers a vendor's engine to the engine of all CUDA devices."""
 
-    engines: dict[tuple[str, str], dict[Key, type]]
+    def __init__(self) -> None:
+        self.engines: dict[tuple[str, str, str, str | None], type] = {}
 
-    @classmethod
     def register(
-        cls, model_type: str, backend: str, device: str = "cuda", vendor: str | None = None
+        self, model_type: str, backend: str, device: str = "cuda", vendor: str | None = None
     ) -> Callable[[type], type]:
-        def add(engine: type) -> type:
-            of_kind = cls.engines.setdefault((model_type, backend), {})
-            key: Key = device if vendor is None else (device, vendor)
-            assert key not in of_kind
-            of_kind[key] = engine
-            return engine
+        return lambda engine: self.engines.setdefault((model_type, backend, device, vendor), engine)
 
-        return add
-
-    @classmethod
-    def new(cls, model_type: str, backend: str, device: str, vendor: str, **options: Any) -> Any:
-        of_kind = cls.engines[model_type, backend]
-        engine = of_kind.get((device, vendor)) or of_kind[device]
-        return engine(**options)
+    def new(self, model_type: str = "language_model", **options: Any) -> Any:
+        """Return an engine with its model on a device of NVIDIA."""
+        engine = self.engines[model_type, "megatron", "cuda", "nvidia"](**options)
+        engine.initialize()
+        return engine
 
 
-class MegatronEngineWithLMHead:
+class MegatronEngine:
     """A Megatron engine of verl: builds its model when it is initialized."""
 
     def __init__(self, forward_only: bool = False, offloads_optimizer: bool = False) -> None:
@@ -67,40 +58,22 @@ class MegatronEngineWithLMHead:
         return self.forward_backward_batch(data, loss_function, forward_only=True)
 
 
-class MegatronEngineWithValueHead(MegatronEngineWithLMHead):
-    """A critic's engine."""
+@pytest.fixture
+def registry() -> EngineRegistry:
+    return EngineRegistry()
 
 
 @pytest.fixture
-def registry() -> type[EngineRegistry]:
-    class OfTest(EngineRegistry):
-        """A registry that is empty."""
-
-    OfTest.engines = {}
-    OfTest.register(model_type="language_model", backend="megatron")(MegatronEngineWithLMHead)
-    OfTest.register(model_type="value_model", backend="megatron")(MegatronEngineWithValueHead)
-    return OfTest
-
-
-@pytest.fixture
-def verl(adapter: Callable[..., Any], registry: type[EngineRegistry]) -> Any:
-    engines = {
-        "MegatronEngineWithLMHead": MegatronEngineWithLMHead,
-        "MegatronEngineWithValueHead": MegatronEngineWithValueHead,
-    }
+def verl(adapter: Callable[..., Any], registry: EngineRegistry) -> Any:
+    engines = dict.fromkeys(("MegatronEngineWithLMHead", "MegatronEngineWithValueHead"), MegatronEngine)
     names = {"verl.workers.engine": {"EngineRegistry": registry}, "verl.workers.engine.megatron": engines}
     return adapter("verl", names)
 
 
-def engine_of(registry: type[EngineRegistry], model_type: str = "language_model", **options: Any) -> Any:
-    engine = registry.new(model_type, "megatron", "cuda", "nvidia", **options)
-    engine.initialize()
-    return engine
-
-
-def test_a_trained_model_is_swapped(verl: Any, registry: type[EngineRegistry]) -> None:
+@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
+def test_a_trained_model_is_swapped(verl: Any, registry: EngineRegistry, model_type: str) -> None:
     verl.module.register(memory_gib=60)
-    engine = engine_of(registry)
+    engine = registry.new(model_type)
     assert engine.infer_batch("data") == {"forward_only": True}
     assert verl.installed == [], "verl may have its weights in host memory until it trains"
     for _ in range(3):
@@ -109,41 +82,16 @@ def test_a_trained_model_is_swapped(verl: Any, registry: type[EngineRegistry]) -
     (swapped,) = verl.installed
     assert (swapped.model, swapped.optimizer, swapped.settings) == (engine.module, engine.optimizer, {"memory_gib": 60})
     assert swapped.num_steps == 3
-
-
-def test_a_reset_worker_swaps_its_new_model(verl: Any, registry: type[EngineRegistry]) -> None:
-    verl.module.register(layers="all")
-    engine = engine_of(registry)
+    engine.initialize()  # the worker is reset
     engine.train_batch("data", "loss")
-    engine.initialize()
-    engine.train_batch("data", "loss")
-    first, second = verl.installed
-    assert (first.is_closed, second.is_closed) == (True, False)
-    assert second.model is engine.module
+    assert swapped.is_closed
+    assert verl.installed[1].model is engine.module
 
 
-def test_a_reference_model_is_left_alone(verl: Any, registry: type[EngineRegistry]) -> None:
-    verl.module.register(layers="all")
-    engine_of(registry, forward_only=True).infer_batch("data")
-    assert verl.installed == []
-
-
-def test_a_critic_has_its_own_engine(verl: Any, registry: type[EngineRegistry]) -> None:
-    verl.module.register(layers="all")
-    critic = engine_of(registry, "value_model")
-    assert isinstance(critic, MegatronEngineWithValueHead)
-    critic.train_batch("data", "loss")
-    assert verl.installed[0].model is critic.module
-
-
-def test_other_devices_keep_verls_engines(verl: Any, registry: type[EngineRegistry]) -> None:
-    verl.module.register(layers="all")
-    assert type(registry.new("language_model", "megatron", "cuda", "metax")) is MegatronEngineWithLMHead
-
-
-def test_optimizer_state_has_one_offloader(verl: Any, registry: type[EngineRegistry]) -> None:
+def test_optimizer_state_has_one_offloader(verl: Any, registry: EngineRegistry) -> None:
     verl.module.register(memory_gib=60, config={"optimizer": 0.5})
+    registry.new(forward_only=True, offloads_optimizer=True).infer_batch("data")
     with pytest.raises(UsageError, match=r"megatron\.optimizer_offload"):
-        engine_of(registry, offloads_optimizer=True).train_batch("data", "loss")
-    engine_of(registry).train_batch("data", "loss")
+        registry.new(offloads_optimizer=True).train_batch("data", "loss")
+    registry.new().train_batch("data", "loss")
     assert len(verl.installed) == 1

@@ -1,6 +1,6 @@
 """Predictions beside measurements.
 
-``python -m tests.unit.planner.measured`` prints the tables of docs/dev/planner.md, and each run behind them.
+``python -m tests.unit.planner.measured`` prints two tables of docs/dev/planner.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megatron.swap.forecast.options import FULL, NOTHING, states_on, weight_grad
 from megatron.swap.forecast.shape import non_layer_scaled, params_of_rank, scaled, shape_profile, with_megatrons_loss
 from megatron.swap.planner.profile import Link, Profile
 from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.planner.solve import empty_plan, solve
 from megatron.swap.planner.state_fraction import with_fraction
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
@@ -161,30 +160,6 @@ def reserved() -> Iterator[str]:
     yield from rows
 
 
-def profile_of(file: str, case: str) -> Profile:
-    """Return the profile of the unswapped run of a case."""
-    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
-    row = next(one for one in rows if one["case"].split()[0] == case and one["method"] == "none")
-    training = read_flags(row["flags"].split())
-    profile = allocated(training)
-    return with_measured_times(profile, row["forward_ms"], row["backward_ms"], row["step_ms_median"])
-
-
-def table() -> Iterator[str]:
-    """Yield the rows of a Markdown table: every run with its prediction."""
-    yield "| file | case | method | peak GiB: predicted | measured | | step ms: predicted | measured | |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for file in FILES:
-        if (RESULTS / file).exists():
-            for one in compared(file):
-                times = f"{one.predicted.step_ms:,.0f}{'' if one.times_measured else ' (arithmetic)'}"
-                yield (
-                    f"| {file.removesuffix('.jsonl')} | {one.case} | {one.method} | {one.predicted.peak_gib:.2f} | "
-                    f"{one.row['device_peak_gib']:.2f} | {100 * one.peak_error:+.2f} % | {times} | "
-                    f"{one.row['step_ms_median']:,.0f} | {100 * one.step_error:+.1f} % |"
-                )
-
-
 def errors() -> Iterator[str]:
     """Yield Markdown rows: the largest error of each case, relative to the measured figure, and the run that has it."""
     yield "| file | case | runs | largest error of the peak | run | largest error of the step | run |"
@@ -226,22 +201,5 @@ def pasted() -> Iterator[tuple[str, dict[str, Any], Prediction]]:
         yield name, rows[name], simulate(profile, plan)
 
 
-def promises() -> Iterator[str]:
-    """Yield Markdown rows: predictions for the measured unswapped run at some budgets of allocated memory."""
-    rows = [json.loads(line) for line in (RESULTS / "h200-dense.jsonl").read_text().splitlines()]
-    row = next(one for one in rows if (one["case"], one["method"]) == ("L16-h4096", "none"))
-    link = Link(row["link"]["d2h_gb_s"], row["link"]["h2d_gb_s"], 49.0, 49.0)
-    profile = replace(profile_of("h200-dense.jsonl", "L16-h4096"), static_gib=row["device_static_gib"], link=link)
-    unswapped = simulate(profile, empty_plan(profile)).step_ms
-    for more_gib in (24, 17, 12, 9.5, 8, 6, 4):
-        solution = solve(profile, profile.static_gib + more_gib, 1)
-        predicted = solution.prediction
-        yield (
-            f"| {more_gib} GiB | {solution.lower_bound_ms / unswapped:.4f} | {predicted.step_ms / unswapped:.4f} | "
-            f"{predicted.out_stall_ms + predicted.in_stall_ms:.0f} ms, {predicted.recompute_ms:.0f} ms | "
-            f"{predicted.host_gib:.1f} |"
-        )
-
-
 if __name__ == "__main__":
-    print("\n".join([*errors(), "", *promises(), "", *reserved(), "", *table()]))
+    print("\n".join([*errors(), "", *reserved()]))

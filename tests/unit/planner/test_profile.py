@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.swap.cli.plan import main
 from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
-from megatron.swap.forecast.facts import MegatronFacts, model_of
 from megatron.swap.forecast.flags import read_flags
 from megatron.swap.forecast.gpus import GPUS, find_gpu
 from megatron.swap.forecast.kernels import recompute_inputs
@@ -21,13 +19,9 @@ from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.forecast.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.forecast.states import States
 from megatron.swap.forecast.what_if import with_tokens
-from megatron.swap.planner.profile import LayerClass, NonLayer, NonLayerSite, Pipeline, Section, save_profile, sha256
-from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.solve import empty_plan
-from megatron.swap.planner.table import non_layer_table
-from tests.unit.planner.cases import model, profile, random_profile, site
+from megatron.swap.planner.profile import LayerClass, Section, save_profile, sha256
+from tests.unit.planner.cases import model, random_profile, site
 
-ROOT = Path(__file__).resolve().parents[3]
 FLAGS = (
     "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
     "--micro-batch-size 4 --global-batch-size 8 --bf16 --swiglu --untie-embeddings-and-output-weights "
@@ -51,18 +45,11 @@ REFUSED: tuple[tuple[tuple[str | int, ...], object, str], ...] = (
     (("layers", 0, "sites", 0, "done_at_ms"), 0.0, "done_at_ms at least needed_at_ms"),
     (("layers", 0, "sites", 0, "recompute_ms"), "none", 'recompute_ms: "none" is given'),
     (("layers", 0, "sites", 0, "recompute_ms"), 1e308, r"recompute_ms: 1e\+308 is given"),
-    (("layers", 0, "sections"), [{"name": "x", "frees": [], "needs": [], "recompute_ms": -1}],
-     r"sections\[0\]: recompute_ms: -1 is given"),
     (("layers", 0, "forward_ms"), -1.0, r"layers\[0\]: forward_ms: -1.0 is given"),
-    (("layers", 0, "forward_peak_mib"), -1.0, "forward_peak_mib: -1.0 is given"),
     (("outside", "sites"), [{"site": "loss/0", "mib": -1.0, "idle_ms": 0.0}], "mib: -1.0 is given"),
-    (("outside", "backward_ms"), -1.0, "outside: backward_ms: -1.0 is given"),
-    (("static_gib",), -1.0, "static_gib: -1.0 is given"),
-    (("host_gib",), -1.0, "host_gib: -1.0 is given"),
-    (("model", "micro_batch_size"), 0, "model: micro_batch_size: 0 is given"),
     (("pipeline", "rank"), 3, "rank 3 of 1: must be 0 to size - 1"),
     (("pipeline", "chunks"), [[7]], "must hold the layers of this rank"),
-)  # fmt: skip
+)
 
 
 def test_a_file_without_sites_outside_the_layers_is_read_and_errors_name_the_key(tmp_path: Path) -> None:
@@ -121,30 +108,23 @@ class TestShapes:
         assert {name: one.recompute_needs for name, one in recomputable.items()} == recompute_inputs(shape)
         matmul_ms = 4 * 4096 * 4 * 4096 * 11008 / 681e9
         assert 0.6 < recomputable["mlp/0"].recompute_ms / matmul_ms < 1.2
-        assert max(one.recompute_ms for name, one in recomputable.items() if name != "mlp/0") < 0.5
         assert [part.name for part in of.sections] == ["qkv", "residual", "layer"]
-        assert recomputable["mlp.linear_fc1/1"].recompute_needs == ("mlp.linear_fc1/0",)
         behind = of.sections[1]
         assert behind.frees == ("mlp.linear_fc1/0",)
         assert behind.needs == ("self_attention.linear_qkv/0", "self_attention.core_attention.fused_attention/3")
         assert 0.6 < behind.recompute_ms / (2 * 4 * 4096 * 4096 * 4096 / 681e9) < 1.3
-        drawn = shape_profile(shape, find_gpu("h200"), 2, has_dropout=True).layers[1]
-        assert [part.name for part in drawn.sections] == ["qkv", "layer"]
-        parallel = replace(shape, tensor_parallel=2, sequence_parallel=True)
-        sharded = shape_profile(parallel, find_gpu("h200"), 2).layers[1]
-        assert [part.name for part in sharded.sections] == ["layer"]
-        assert next(one for one in sharded.sites if one.site == "mlp/0").recompute_ms is None
+        drawn = shape_profile(shape, find_gpu("h200"), 2, has_dropout=True)
+        sharded = shape_profile(replace(shape, tensor_parallel=2, sequence_parallel=True), find_gpu("h200"), 2)
+        sections = [[part.name for part in one.layers[1].sections] for one in (drawn, sharded)]
+        assert sections == [["qkv", "layer"], ["layer"]]
 
     @pytest.mark.parametrize(
         ("flags", "states"),
         [
             ("", States()),
             ("--swap-optimizer 0.25", States(offload_fraction=0.25)),
-            ("--use-distributed-optimizer --use-precision-aware-optimizer", States(state_bytes=10)),
-            ("--use-precision-aware-optimizer --main-grads-dtype bf16", States(gradient_bytes=2, state_bytes=10)),
             ("--grad-reduce-in-bf16", States(gradient_bytes=2, copied_gradient_bytes=4)),
-            ("--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16",
-             States(gradient_bytes=2, state_bytes=10)),
+            ("--use-precision-aware-optimizer --main-grads-dtype bf16", States(gradient_bytes=2, state_bytes=10)),
         ],
     )
     def test_storage_of_optimizer_state(self, flags: str, states: States) -> None:
@@ -165,13 +145,10 @@ class TestShapes:
         shape = training.model
         assert (shape.padded_vocab_size, shape.num_query_groups, shape.sequence_parallel) == (32000, 8, True)
         assert (training.num_micro_batches, training.tied, training.states) == (1, False, States(num_shards=2))
-        copies = [*FLAGS.split(), "--use-distributed-optimizer", "--num-distributed-optimizer-instances"]
-        assert read_flags([*copies, "2"], num_gpus=2).states == States(num_shards=1)
-        with pytest.raises(UsageError, match="--num-distributed-optimizer-instances 3: must divide 2"):
-            read_flags([*copies, "3"], num_gpus=2)
-        short = "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 8 --micro-batch-size 1"
-        short += " --vocab-size 256"
-        assert read_flags(f"{short} --swiglu".split()).model.ffn_hidden_size == 10880
+        copies = [*FLAGS.split(), "--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"]
+        assert read_flags(copies, num_gpus=2).states == States(num_shards=1)
+        without = FLAGS.replace("--ffn-hidden-size 11008", "")
+        assert read_flags(without.split()).model.ffn_hidden_size == 10880
 
     def test_saved_bytes_outside_layers_are_kept(self) -> None:
         shape = read_flags(FLAGS.split()).model
@@ -203,50 +180,17 @@ class TestShapes:
         assert [stage.chunks for stage in stages] == [((0, 1, 2, 3),), ((4, 5, 6, 7),), ((8, 9, 10, 11),),
                                                       ((12, 13, 14, 15),)]  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [({"transformer_impl": "local"}, "^--transformer-impl local: cannot"),
-         ({"num_experts": 8}, "^--num-experts 8: cannot be planned .* with --profile FILE"),
-         ({"pipeline_parallel": 3}, "16 layers do not divide into 3 x 1")],
-    )  # fmt: skip
-    def test_unsupported_models_are_refused(self, changes: dict, message: str) -> None:
-        with pytest.raises(UsageError, match=message):
-            shape_profile(replace(model(16), **changes), find_gpu("h200"), 1)
-
     def test_wrong_names_and_flags(self) -> None:
-        with pytest.raises(UsageError, match=r"--gpu v100: is not in the table, did you mean h100\? There are h200"):
-            find_gpu("v100")
         with pytest.raises(UsageError, match="--seq-length is missing"):
             read_flags(["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2"])
-        with pytest.raises(UsageError, match="--num-gpus 3: must be a multiple of 2"):
-            read_flags(f"{FLAGS} --tensor-model-parallel-size 2".split(), num_gpus=3)
         with pytest.raises(UsageError, match="--global-batch-size 8: must be a multiple of 16"):
             read_flags(FLAGS.split(), num_gpus=4)
+        with pytest.raises(UsageError, match=r"^--transformer-impl local: cannot"):
+            shape_profile(model(transformer_impl="local"), find_gpu("h200"), 1)
         assert all(gpu.source for gpu in GPUS.values())
 
 
-    def test_megatrons_own_defaults_name_the_same_model(self) -> None:
-        """Megatron's parser fills in defaults. A plan from raw flags must be for the same model."""
-        raw = read_flags(f"{FLAGS} --vocab-size 31999 --tensor-model-parallel-size 2".split()).model
-        parsed = MegatronFacts(
-            num_layers=16, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, num_query_groups=1,
-            group_query_attention=False, kv_channels=128, seq_length=4096, micro_batch_size=4, vocab_size=31999,
-            padded_vocab_size=None, make_vocab_size_divisible_by=128, transformer_impl="transformer_engine", bf16=True,
-            fp16=False, swiglu=True, num_experts=None, tensor_model_parallel_size=2, sequence_parallel=False,
-            pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, context_parallel_size=1,
-            expert_model_parallel_size=1, fp8=None,
-        )  # fmt: skip
-        assert model_of(parsed) == raw
-        assert raw.padded_vocab_size == 32000
-        assert model_of(replace(parsed, padded_vocab_size=32123)).padded_vocab_size == 32123
-        assert model_of(replace(parsed, kv_channels=64)).head_size == 64
-        with pytest.raises(UsageError, match="give --vocab-size or --padded-vocab-size"):
-            model_of(replace(parsed, vocab_size=None))
-
-
-class TestWhatIf:
     def test_scaling_is_the_arithmetic_of_the_other_shape(self) -> None:
-        """Scaling an estimated profile gives the bytes of the other shape, and nearly its times."""
         old = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
         new = replace(old.model, seq_length=16384, micro_batch_size=1)
         scaled, made = with_tokens(old, 16384, 1), shape_profile(new, find_gpu("h200"), 2)
@@ -254,62 +198,25 @@ class TestWhatIf:
         assert scaled.layers[1].saved_mib == made.layers[1].saved_mib
         assert scaled.layers[1].forward_ms == pytest.approx(made.layers[1].forward_ms)
         assert scaled.non_layer.peak_gib == pytest.approx(made.non_layer.peak_gib)
-        assert "scaled to sequences of 16384" in scaled.source
-
-    def test_a_chunk_is_found_without_being_named(self) -> None:
-        entry = LayerClass((2, 3), 1, 2, (site("a/0", 1, 0, 0),))
-        of = profile([entry], pipeline=Pipeline(2, 1))
-        assert of.chunks == ((2, 3),)
-        assert of.has_loss
-        assert simulate(of, empty_plan(of)).peak_gib == pytest.approx(2 / 1024)
 
 
-def test_the_table_says_why_sites_outside_the_layers_are_kept() -> None:
-    sites = (NonLayerSite("mask/0", 100, 500), NonLayerSite("norm/0", 100, 1.5),
-             NonLayerSite("ids/0", 100, 500, "held"),
-             NonLayerSite("scale/0", 0.25, 500, "small"))  # fmt: skip
-    of = profile([LayerClass((0,), 1, 2, (site("a/0", 1, 0, 0),))], non_layer=NonLayer(0, 0, 0, 0, 0, sites))
-    rows = [line.split(maxsplit=3) for line in non_layer_table(of).splitlines()[1:]]
-    assert rows == [
-        ["mask/0", "100", "keep", "idle for 500.00 ms, but only layers' tensors are swapped"],
-        ["norm/0", "100", "keep", "needed after 1.50 ms: the round trip takes 2.00 ms on the link"],
-        ["ids/0", "100", "keep", "has other references until forward ends"],
-        ["scale/0", "0.25", "keep", "too small to swap"],
-    ]
+def test_a_plan_file_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: object) -> str:
+        assert main([str(argument) for argument in arguments]) == 0
+        return capsys.readouterr().out
 
-
-class TestCommandLine:
-    def run(self, *arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "tools/plan.py", *arguments], cwd=ROOT, capture_output=True, text=True)
-
-    def test_a_plan_file_is_shown(self, tmp_path: Path) -> None:
-        path = tmp_path / "plan.json"
-        done = self.run("--gpu", "h200", "--memory-gib", "83", "--save", str(path), "--table", "--", *FLAGS.split())
-        assert done.returncode == 0, done.stderr
-        shown = self.run("--show", str(path))
-        assert shown.returncode == 0, shown.stderr
-        heading, table = shown.stdout.split("\n\n")
-        assert table.strip() in done.stdout
-        said = load_plan(path).predicted
-        assert said is not None
-        assert said.peak_gib <= 83
-        for words in ("16 layers of 4096", "4 x 4096", "83.00 GiB", f"{said.peak_gib:.2f} GiB", f"{said.step_ms:,.1f}"):
-            assert words in heading
-        by_hand = replace(load_plan(path), predicted=None, budget_gib=None, classes=(
-            PlanClass("0-3", {"mlp/0": SitePlan("swap", 0.25)}), PlanClass("4", {}, ("layer",)), PlanClass("5", {}),
-        ))  # fmt: skip
-        save_plan(by_hand, path)
-        lines = [" ".join(line.split()) for line in self.run("--show", str(path)).stdout.splitlines()]
-        for line in ("0-3 mlp/0 0.25 swap", "4 (section layer) recompute recomputed as a whole", "5 (no sites) keep",
-                     "budget none"):  # fmt: skip
-            assert line in lines
-        assert self.run("--show", str(path), "--gpu", "h200").returncode == 2
-
-
-def test_narrow_layers_are_slower_for_their_flops() -> None:
-    """2,048: 0.89 of the speed. From 4,096 on the GPU's own."""
-    gpu = find_gpu("h200")
-    assert gpu.for_width(8192).tflops == gpu.for_width(4096).tflops == pytest.approx(gpu.tflops)
-    assert gpu.for_width(2048).tflops / gpu.tflops == pytest.approx(0.893, abs=1e-3)
-    assert gpu.for_width(1024).tflops < gpu.for_width(2048).tflops
-    assert gpu.for_width(1024).attention_tflops == gpu.attention_tflops
+    path = tmp_path / "plan.json"
+    done = run("--gpu", "h200", "--memory-gib", "83", "--save", path, "--table", "--", *FLAGS.split())
+    heading, table = run("--show", path).split("\n\n")
+    assert table.strip() in done
+    said = load_plan(path).predicted
+    assert said is not None
+    for words in ("16 layers of 4096", "4 x 4096", "83.00 GiB", f"{said.peak_gib:.2f} GiB", f"{said.step_ms:,.1f}"):
+        assert words in heading
+    by_hand = replace(load_plan(path), predicted=None, budget_gib=None, classes=(
+        PlanClass("0-3", {"mlp/0": SitePlan("swap", 0.25)}), PlanClass("4", {}, ("layer",)), PlanClass("5", {}),
+    ))  # fmt: skip
+    save_plan(by_hand, path)
+    lines = [" ".join(line.split()) for line in run("--show", path).splitlines()]
+    assert {"0-3 mlp/0 0.25 swap", "4 (section layer) recompute recomputed as a whole", "5 (no sites) keep",
+            "budget none"} <= {*lines}  # fmt: skip

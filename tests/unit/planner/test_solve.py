@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.swap.common.plan import LAYER_SECTION, Infeasible
-from megatron.swap.common.types import Action
+from megatron.swap.common.plan import Infeasible
 from megatron.swap.forecast.gpus import find_gpu
 from megatron.swap.forecast.shape import shape_profile
-from megatron.swap.planner.profile import GAPS_GIB, LayerClass, NonLayer, OffloadedState, Profile, Section
-from megatron.swap.planner.program import Program, Windows, bound_windows
+from megatron.swap.planner.profile import GAPS_GIB, LayerClass, NonLayer, OffloadedState, Profile
+from megatron.swap.planner.program import Program, bound_windows
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve
 from tests.sizes import sized
@@ -67,16 +68,6 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     assert solution.prediction.host_gib <= host + 1e-6
 
 
-def test_an_empty_window_costs_nothing_if_nothing_is_swapped() -> None:
-    """A later block has a smaller window than the first, but not a negative one."""
-    early = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),))
-    late = LayerClass((1, 2, 3), 4.0, 8.0, (site("a/0", 20, 0.0, 7.0),))
-    of = profile([early, late])
-    answer = Program(of).solve(1000.0, None, Windows(0.0, 0.0))
-    assert answer is not None
-    assert (answer.out_exposed_ms, answer.step_ms) == (pytest.approx(0), pytest.approx(48))
-
-
 def test_a_reserve_for_fragmentation_is_left_free() -> None:
     """Fragmentation of one largest tensor is expected. 1.25 more are left free; a third of that if nothing else fits.
 
@@ -97,33 +88,6 @@ def test_a_reserve_for_fragmentation_is_left_free() -> None:
     with pytest.raises(Infeasible) as refusal:
         solve(of, smallest - 0.01 * largest_gib)
     assert smallest <= refusal.value.smallest_gib <= 1.01 * smallest
-
-
-def test_a_reserve_that_training_showed_takes_the_place_of_the_profiles() -> None:
-    """It may be below 0, if plans held less than predicted. The plans name the budget of the device."""
-    of = replace(random_profile(7, most_layers=5), allocator_gib=1e-3)
-    budget_gib = (smallest_budget(of) + simulate(of, empty_plan(of)).peak_gib + of.reserves_gib[-1]) / 2
-    cautious, bold = solve(of, budget_gib), solve(of, budget_gib, reserve_gib=-0.1 * of.fragments_gib)
-    assert cautious.prediction.peak_gib <= budget_gib - of.reserves_gib[-1]
-    assert bold.prediction.peak_gib <= budget_gib + 0.1 * of.fragments_gib
-    cost = [(round(one.prediction.step_ms, 6), one.prediction.host_gib) for one in (bold, cautious)]
-    assert cost[0] < cost[1]
-    assert bold.plan.budget_gib == budget_gib
-
-
-@pytest.mark.parametrize(("allocator_gib", "expected_gib", "reserve_gib"), [(0.0, 0, 0), (0.5, 1, 1.25), (2.0, 2, 1.0)])
-def test_expected_fragmentation(allocator_gib: float, expected_gib: float, reserve_gib: float) -> None:
-    entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0), site("b/0", 10, 0.0, 7.0)))
-    of = replace(profile([entry]), allocator_gib=allocator_gib)
-    assert (of.fragments_gib, of.reserve_gib) == (expected_gib, reserve_gib)
-    for fraction in (0.0, 0.5):
-        offloaded = replace(of, offloaded_state=OffloadedState(40.0, fraction, 0.0))
-        gaps_gib = GAPS_GIB if fraction and allocator_gib else 0.0
-        assert (offloaded.fragments_gib, offloaded.reserve_gib) == (expected_gib + gaps_gib, reserve_gib)
-    # The same without such a tensor, if backward's temporaries are five times as large.
-    entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),), (), ((0.0, 100.0), (2.0, 5120.0)))
-    of = replace(profile([entry]), allocator_gib=allocator_gib)
-    assert (of.fragments_gib, of.reserve_gib) == (expected_gib, reserve_gib)
 
 
 def test_without_a_measurement_the_whole_reserve_is_left_free() -> None:
@@ -157,24 +121,12 @@ def test_predictions_are_those_of_the_plans(seed: int, more: float) -> None:
     assert [round(step, 3) for step in steps] == sorted(round(step, 3) for step in steps)
 
 
-def test_a_budget_above_need_keeps_everything() -> None:
-    of = random_profile(7)
-    unswapped = simulate(of, empty_plan(of))
-    solution = solve(of, unswapped.peak_gib)
-    assert solution.prediction == unswapped
-    assert solution.lower_bound_ms == unswapped.step_ms
-    assert solution.prediction.host_gib == 0
-    actions = {planned.action for entry in solution.plan.classes for planned in entry.sites.values()}
-    assert actions == {"keep"}
-
-
-@pytest.mark.parametrize("seed", [3, 11])
-def test_more_memory_is_never_slower(seed: int) -> None:
-    of = random_profile(seed, most_layers=6, most_sites=4)
-    points = curve(of, 12)
+def test_more_memory_is_never_slower() -> None:
+    of = random_profile(11, most_layers=6, most_sites=4)
+    points = curve(of, 8)
     steps = [point.prediction.step_ms for point in points]
     assert steps == sorted(steps, reverse=True)
-    assert len(points) == 12
+    assert len(points) == 8
     assert steps[-1] == simulate(of, empty_plan(of)).step_ms
     assert all(point.prediction.peak_gib <= (point.plan.budget_gib or 0) for point in points)
 
@@ -196,34 +148,11 @@ def test_host_memory_is_a_budget_too() -> None:
     assert bound.prediction.peak_gib <= budget
 
 
-def test_plans_of_least_device_memory_are_within_host_memory_too() -> None:
-    """Without the limit the inputs of all layers that are recomputed whole are offloaded."""
-    sites = (site("in/0", 100, 0.1, 3, 4), site("a/0", 300, 1, 2, 3))
-    entry = LayerClass(tuple(range(6)), 2.0, 4.0, sites, (Section(LAYER_SECTION, ("a/0",), ("in/0",), 1.0),))
-    of = profile([entry], host_gib=50 / 1024)
-    assert smallest_budget(replace(of, host_gib=None)) < smallest_budget(of) - 0.1
-    assert solve(of, smallest_budget(of)).prediction.host_gib <= 50 / 1024
-
-
 def test_the_earliest_layers_swap() -> None:
     solution = solve(six_layers(), 500 / 1024)
     swapped = [entry for entry in solution.plan.classes if "swap" in {s.action for s in entry.sites.values()}]
     assert [entry.numbers() for entry in swapped] == [(0, 1)]
     assert solution.prediction.step_ms == simulate(six_layers(), empty_plan(six_layers())).step_ms
-
-
-def test_infeasible_names_a_feasible_budget() -> None:
-    sites = site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, is_ineligible=True)
-    entry = LayerClass(tuple(range(4)), 2.0, 4.0, sites)
-    of = profile([entry], host_gib=0.1)
-    with pytest.raises(Infeasible, match=r"^no plan stays below 0\.2 GiB: .* found feasible is 0\.\d+ GiB") as refusal:
-        solve(of, 0.2)
-    assert "more host memory" in str(refusal.value)
-    assert "--seq-length" in str(refusal.value)
-    smallest = refusal.value.smallest_gib
-    assert solve(of, smallest).prediction.peak_gib <= smallest
-    with pytest.raises(Infeasible):
-        solve(of, smallest - 0.01)
 
 
 @pytest.mark.parametrize("seed", range(600, 600 + sized(6, 3)))
@@ -232,7 +161,7 @@ def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
     of = random_profile(seed)
     with pytest.raises(Infeasible) as refusal:
         solve(of, 0.5 * smallest_budget(of))
-    written = re.search(r"found feasible is ([\d.]+) GiB", str(refusal.value))
+    written = re.match(r"no plan stays below .* found feasible is ([\d.]+) GiB", str(refusal.value))
     assert written, refusal.value
     smallest = float(written[1])
     assert smallest == refusal.value.smallest_gib
@@ -240,30 +169,6 @@ def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
     # So it is in a run that measures some bytes more or less than the run that printed the message.
     again = replace(of, static_gib=of.static_gib + 0.001 * smallest)
     assert solve(again, smallest).prediction.peak_gib <= smallest
-
-
-def test_a_section_of_sites_that_recompute_together_is_planned_by_its_sites() -> None:
-    """Training knows no section except the whole layer."""
-    sites = (site("in/0", 10, 0.1, 3, 4), site("a/0", 100, 1, 2, 3), site("b/0", 40, 1.5, 1, 2))
-    behind = Section("behind a/0", ("a/0", "b/0"), ("in/0",), 0.5)
-    for section, named in ((behind, ()), (replace(behind, name=LAYER_SECTION), (LAYER_SECTION,))):
-        of = profile([LayerClass((0, 1, 2, 3), 2, 4, sites, (section,))])
-        plan = solve(of, smallest_budget(of)).plan
-        again = [layer for layer in range(4) if Action.RECOMPUTE in plan.sites(layer).values()]
-        assert again
-        assert {plan.sections(layer) for layer in again} == {named}
-
-
-@pytest.mark.parametrize(("rank", "chunks"), [(1, 1), (3, 2)])
-def test_a_pipeline_rank_is_planned_within_its_budget(rank: int, chunks: int) -> None:
-    shape = model(16, hidden_size=2048, ffn_hidden_size=5504, num_attention_heads=16, num_query_groups=16,
-                  seq_length=4096, pipeline_parallel=4, num_virtual_stages=chunks)  # fmt: skip
-    of = shape_profile(shape, find_gpu("h200"), 8, pipeline_rank=rank)
-    unswapped = simulate(of, empty_plan(of))
-    budget = of.static_gib + 0.7 * (unswapped.peak_gib - of.static_gib)
-    solution = solve(of, budget)
-    assert solution.prediction.peak_gib <= budget
-    assert unswapped.step_ms <= solution.lower_bound_ms + 1e-6 <= solution.prediction.step_ms + 1e-5
 
 
 def test_96_layers_are_counted_not_listed() -> None:
@@ -276,3 +181,25 @@ def test_96_layers_are_counted_not_listed() -> None:
     solution = solve(many, budget)
     assert solution.prediction.peak_gib <= budget
     assert solution.prediction.step_ms < 1.007 * solution.lower_bound_ms  # the bound ignores the last layer's time
+
+
+SCRIPT = """
+import ctypes, os, sys
+from megatron.swap.planner.solver_output import without_solver_lines
+libc = ctypes.CDLL(None)
+libc.printf(b"of C, before\\n")
+for _ in range(2):
+    with without_solver_lines():
+        libc.printf(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\\n")
+        libc.puts(b"of C")
+        print("of Python", flush=True)
+        os.system("echo of a child")
+print("after")
+"""
+
+
+def test_unasked_lines_are_dropped_and_others_appear() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert done.stderr == ""
+    assert sorted(lines) == sorted(["of C, before", *2 * ["of Python", "of a child", "of C"], "after"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -93,26 +92,3 @@ def test_a_rank_that_fails_tells_the_others_and_raises_its_own_error(
     with pytest.raises(ZeroDivisionError, match="mine"):
         ask(other.ranks, raising(ZeroDivisionError("mine")))
     assert len(other.sent) == 1, "the other rank waits for ever"
-
-
-def test_one_rank_alone_communicates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    other, ranks = OtherRank(monkeypatch), Ranks()
-    assert ranks.worst(lambda: STEP) == STEP
-    assert (ranks.gather(lambda: 1), ranks.all_or_none(lambda: 2)) == ([1], 2)
-    for ask in (ranks.worst, ranks.gather, ranks.all_or_none):
-        with pytest.raises(ValueError, match="mine"):
-            ask(raising(ValueError("mine")))
-    assert other.sent == []
-
-
-@pytest.mark.parametrize(("minutes", "expected"), [(3, timedelta(minutes=3)), (None, None)])
-def test_a_rank_waits_as_long_as_the_run_does(
-    minutes: float | None, expected: timedelta | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: asked.append(options))
-    Ranks(minutes)
-    assert asked == [{"backend": "gloo", "timeout": expected}]

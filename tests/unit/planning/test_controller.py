@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +13,13 @@ import torch
 from torch import nn
 
 from megatron.swap.common.instrumentation import Ranges
-from megatron.swap.common.plan import Model, Plan, load_plan
+from megatron.swap.common.plan import Plan, load_plan
 from megatron.swap.common.settings import Settings
-from megatron.swap.common.types import GIB, LayerPosition, Site, SwapError, UsageError
-from megatron.swap.engine.decider import Decider
-from megatron.swap.engine.decision import Reason
-from megatron.swap.engine.policy import Policy
-from megatron.swap.engine.release_budget import ReleaseBudget
+from megatron.swap.common.types import GIB, SwapError, UsageError
 from megatron.swap.forecast.profiles import load_profile
 from megatron.swap.planner.profile import Link
-from megatron.swap.planner.solve import solve
 from megatron.swap.planning.controller import AutoPlan, PlanFiles
 from megatron.swap.planning.state_machine import Stage, Transition
-from megatron.swap.planning.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.planning.target import PlanTarget, RunParts
 from megatron.swap.planning.workload import Step
 from megatron.swap.profiling.footprint import FootprintMeter
@@ -43,7 +36,7 @@ class CachingDevice(LazyDevice):
         super().__init__()
         self.reserves = reserves
         self.allocated_gib = self.reserved_gib = self.peak_gib = 0.0
-        self.num_given_back = self.num_retries = 0
+        self.num_retries = 0
 
     def take_retries(self) -> int:
         taken, self.num_retries = self.num_retries, 0
@@ -61,7 +54,6 @@ class CachingDevice(LazyDevice):
         return int(self.allocated_gib * GIB)
 
     def release_cached(self) -> None:
-        self.num_given_back += 1
         self.reserved_gib = 0.0
 
     def taken(self) -> tuple[int, int]:
@@ -86,19 +78,15 @@ class DecidedMachine:
 class Training:
     """Steps of a run. The test says how much memory each holds."""
 
-    def __init__(
-        self, device: CachingDevice, monkeypatch: pytest.MonkeyPatch, prefetch_gib: float | None = None
-    ) -> None:
+    def __init__(self, device: CachingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = device
         self.chunk = nn.Linear(2, 2)
         self.num_micro_batches = 1
-        config = Settings(memory_gib=12.0, prefetch_gib=prefetch_gib)
-        self.target = PlanTarget(config, lambda: model(8), 80.0, ())
+        self.target = PlanTarget(Settings(memory_gib=12.0), lambda: model(8), 80.0, ())
         self.lines: list[str] = []
         unused: Any = None
         recorder = Recorder(device, Ranges(), device.taken)
         self.num_followed = 0
-        self.windows: list[int | None] = []
         boundaries: Any = SimpleNamespace(apply_policy=self.apply_policy, chunks=tuple)
         parts = self.parts = RunParts(
             boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: self.num_micro_batches, lambda: GIB,
@@ -113,7 +101,6 @@ class Training:
 
     def apply_policy(self, window_bytes: int | None) -> None:
         self.num_followed += 1
-        self.windows.append(window_bytes)
 
     def over(self, gib: float, num_retries: int = 0, short_gib: float = 0.0) -> float:
         """Run a step. Return by how much it counts as above 12 GiB."""
@@ -188,29 +175,6 @@ def test_what_lies_between_steps_is_not_the_next_ones(
     assert training.step(12.0) == 12.0
 
 
-def test_what_an_evaluation_did_not_take_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the memory were released, the next step would have to reserve it again."""
-    training = Training(CachingDevice(), monkeypatch)
-    training.step(10.0)
-    training.evaluate(10.0)
-    training.step(10.0)
-    assert training.device.num_given_back == 0
-    training.evaluate(10.5)
-    training.step(10.0)
-    training.step(10.0)
-    assert training.device.num_given_back == 1
-
-
-@pytest.mark.parametrize(("users", "plans", "expected"), [(None, None, None), (None, 0.75, 0.75), (2.0, 0.75, 2.0)])
-def test_a_plans_window_is_followed_unless_the_user_chose_one(
-    users: float | None, plans: float | None, expected: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training(CachingDevice(), monkeypatch, users)
-    training.machine.plan = Plan(model(8), None, None, None, (), plans)
-    training.step(10.0, is_short=True)
-    assert training.windows == [None if expected is None else int(expected * GIB)]
-
-
 def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -250,26 +214,6 @@ def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(mon
     assert training.step(10.0) == 10.0
 
 
-@pytest.mark.parametrize("leader", [0, 1])
-def test_a_plan_need_not_name_the_sites_of_a_rank_that_did_not_make_it(
-    leader: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Context parallel ranks save other tensors. Only the rank that plans adds a measured step to its profile."""
-    training = Training(CachingDevice(), monkeypatch)
-    mine, theirs = random_profile(1), random_profile(1)
-    others = replace(theirs.layers[0].sites[0], site="core_attention/7")
-    theirs = replace(theirs, layers=(replace(theirs.layers[0], sites=(others,)), *theirs.layers[1:]))
-    plan = solve(theirs, 1e3).plan
-    training.num_micro_batches = mine.num_micro_batches
-    training.step(10.0)
-    workload = SimpleNamespace(best_ms=2.0 * plan.predicted.step_ms)  # type: ignore[union-attr]
-    training.machine.__dict__ |= {"planned": workload, "best_plan": plan, "has_been_stable": False}
-    monkeypatch.setattr(training.auto, "_profiler", SimpleNamespace(measured=lambda _: SimpleNamespace(profile=mine)))
-    monkeypatch.setattr(training.auto._planner, "leaders", {0: leader})
-    with nullcontext() if leader else pytest.raises(UsageError, match="names the site 'core_attention/7'"):
-        training.auto._save()
-
-
 @pytest.mark.parametrize("full", ["save_plan", "save_profile"])
 def test_a_file_that_cannot_be_written_takes_no_other_with_it(
     full: str, tmp_path: Path
@@ -296,25 +240,3 @@ def test_of_a_pipeline_each_stage_writes_its_profile_and_rank_0_the_plan(rank: i
     files.save(Plan(model(8), None, None, None, ()), random_profile(1), {0: 1, 1: 2})
     written = {0: {"plan.json"}, 1: {"profile.stage-0.json"}, 2: {"profile.stage-1.json"}, 3: set()}
     assert {path.name for path in tmp_path.iterdir()} == written[rank]
-
-
-SMALL = torch.empty(99, dtype=torch.uint8).untyped_storage()
-PLAN = Plan(Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False), None, None, None, ())
-
-
-def reason_to_keep(policy: Policy) -> Reason:
-    decider = Decider(policy, ReleaseBudget(None))
-    return decider.decide(Site(0, "mlp", 0), SMALL, LayerPosition(0, 1, ends_in_loss=False)).reason
-
-
-@pytest.mark.parametrize("policy", [SafePolicy(100, ()), SwitchingPolicy(SafePolicy(100, ()), 100)])
-def test_a_small_storage_is_kept_for_its_size(policy: Policy) -> None:
-    assert reason_to_keep(policy) is Reason.BELOW_MIN_SIZE
-
-
-def test_a_plan_keeps_a_storage_whatever_its_size() -> None:
-    policy = SwitchingPolicy(SafePolicy(100, ()), 100)
-    policy.apply_plan(PLAN)
-    assert reason_to_keep(policy) is Reason.POLICY
-    policy.apply_plan(None)
-    assert reason_to_keep(policy) is Reason.BELOW_MIN_SIZE

@@ -7,51 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.swap.common.plan import Infeasible, Plan
-from megatron.swap.planning.change_detector import (
-    MAX_RECORDED_STEPS,
-    OTHER_TENSORS,
-    PATIENCE_SLOWER,
-    PATIENCE_SMALLER,
-)
-from megatron.swap.planning.state_machine import (
-    MAX_WIDENINGS,
-    SETTLING_STEPS,
-    TIMED_STEPS,
-    Measurement,
-    Stage,
-    Transition,
-)
+from megatron.swap.planning.change_detector import OTHER_TENSORS, PATIENCE_SLOWER, PATIENCE_SMALLER
+from megatron.swap.planning.state_machine import SETTLING_STEPS, Stage, Transition
 from megatron.swap.planning.workload import Step, Workload
-from tests.staged_run import BUDGET_GIB, PROFILED, RECORDED, Run, a_plan, stable, three, until_stable
-
-
-def test_one_value_says_all_that_follows_from_a_step() -> None:
-    run = Run([a_plan("a"), a_plan("b")], (110.0, 105.0), (9.0, 9.0))
-    until_stable(run)
-    a, b = run.plans
-    profile = [
-        Measurement.RECORD, Measurement.RECORD, Measurement.FINISH_RECORDING,
-        Measurement.TIME, Measurement.TIME, Measurement.TIME,
-    ]  # fmt: skip
-    search = "search from step 8: plans to try: 2 (predicted to hold 9.00 GiB at most)"
-    chosen = "stable from step 12: plan 2 of 2, 105.0 ms and 9.00 GiB (predicted 100.0 ms and 9.00 GiB)"
-    assert run.transitions == [
-        *(Transition(Stage.PROFILE, measurement=measurement) for measurement in profile),
-        Transition(Stage.SEARCH, a, is_new_plan=True, lines=(search,)),
-        Transition(Stage.SEARCH, a),
-        Transition(Stage.SEARCH, b, is_new_plan=True),
-        Transition(Stage.SEARCH, b),
-        Transition(Stage.STABLE, b, is_settled=True, lines=(chosen,)),
-    ]
+from tests.staged_run import BUDGET_GIB, PROFILED, Run, a_plan, stable, three, until_stable
 
 
 class TestFirstPlan:
-    @pytest.mark.parametrize("most", [1, 3])
-    def test_takes_so_many_steps(self, most: int) -> None:
-        run = three(max_candidates=most)
-        assert not run.machine.has_been_stable
-        assert until_stable(run) == PROFILED + most * (SETTLING_STEPS + 1) <= run.machine.num_steps_needed
-        assert run.machine.has_been_stable
 
     def test_profile_then_search_then_the_fastest(self) -> None:
         run = three()
@@ -61,17 +23,6 @@ class TestFirstPlan:
         assert run.machine.plan is run.plans[1]
         assert (run.budgets, run.machine.num_replans) == ([BUDGET_GIB], 0)
         assert "plan 2 of 3, 105.0 ms and 9.50 GiB (predicted 100.0 ms and 9.00 GiB)" in run.said[-1]
-
-    @pytest.mark.parametrize("settling_steps", [1, 2, 3])
-    def test_a_peak_that_comes_late_is_seen(self, settling_steps: int) -> None:
-        """A plan may need more settling steps until its copies run beside the layers."""
-        run = three(settling_steps=settling_steps)
-        run.steps(PROFILED + 2)
-        assert run.machine.plan is run.plans[0 if settling_steps > 1 else 1]
-        run.steps(3 * settling_steps + 1)
-        assert run.machine.stage is Stage.STABLE
-        assert run.number == PROFILED + 3 * (settling_steps + 1)
-        assert run.machine.num_steps_needed == run.number + MAX_WIDENINGS * (settling_steps + 1)
 
     def test_a_plan_above_the_budget_or_with_which_the_device_is_full_loses(self) -> None:
         run = three(peaks=(9.0, 10.1, 9.0))
@@ -109,12 +60,6 @@ class TestFirstPlan:
         until_stable(run)
         assert run.machine.num_replans == 1
 
-    def test_what_cannot_be_tightened_any_more_is_said_and_the_lowest_peak_kept(self) -> None:
-        run = stable(peaks=(10.5, 10.25, 10.5))
-        assert run.budgets == [10.0, 8.75, 8.5, 8.25]
-        assert run.machine.plan is run.plans[1]
-        assert "stays 256 MiB above the budget" in run.said[-1]
-
     def test_training_goes_on_above_the_budget_where_the_solver_finds_nothing_with_less(self) -> None:
         def fits_once(run: Run, workload: Workload, budget_gib: float) -> Sequence[Plan]:
             if run.budgets:
@@ -128,37 +73,12 @@ class TestFirstPlan:
         assert set(run.steps(10)) == {Stage.STABLE}
         assert len(run.said) == num_said
 
-    def test_a_peak_above_the_budget_while_measuring_is_said_and_what_follows(self) -> None:
-        run = three()
-        run.step(Step(1, 200.0, 10.5, 100.0, 1000.0, 2))
-        (line,) = run.said
-        assert line.startswith("the peak is 512 MiB above the budget while steps are measured: a plan below it follows")
-        run.number = 1
-        run.steps(PROFILED - 1)
-        (line,) = run.said[1:]
-        assert line.endswith("plans to try: 3 (predicted to hold 9.00 GiB at most)")
-
     def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
         def none_fits(_: Run, __: Workload, budget_gib: float) -> Sequence[Plan]:
             raise Infeasible(f"no plan stays below {budget_gib}", 12.0)
 
         with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
             three(make_plans=none_fits).steps(PROFILED)
-
-    def test_steps_of_another_size_time_nothing_but_are_not_waited_out_for_ever(self) -> None:
-        for num_other, stage in ((5, Stage.PROFILE), (MAX_RECORDED_STEPS, Stage.SEARCH)):
-            run = three()
-            run.steps(RECORDED + SETTLING_STEPS)
-            assert run.at(500.0, num_other) is stage
-            assert run.at(1000.0, TIMED_STEPS) is Stage.SEARCH
-
-    def test_other_micro_batches_while_recording_begin_it_anew(self) -> None:
-        run = three()
-        run.steps(2)
-        run.num_micro_batches = 4
-        run.steps(1)
-        assert run.machine.stage is Stage.PROFILE
-        assert until_stable(run) == 3 + PROFILED + 6
 
     def test_tensors_that_change_all_the_time_are_planned_for_at_once(self) -> None:
         """An example is an expert that gets no token. The recording has the sites of all steps."""
@@ -168,12 +88,6 @@ class TestFirstPlan:
             run.steps(1)
         assert run.machine.stage is Stage.STABLE
         assert (len(run.asked), run.machine.num_replans) == (1, 0)
-
-    def test_sizes_that_vary_are_planned_for_at_their_largest(self) -> None:
-        run = three()
-        run.steps(2)
-        assert run.at(1300.0, PROFILED - 2) is Stage.SEARCH
-        assert run.planned_mib == 1300.0
 
 
 def none_is_predicted_to_fit(run: Run, workload: Workload, budget_gib: float) -> Sequence[Plan]:
@@ -234,13 +148,9 @@ class TestNothingFits:
         assert run.machine.num_infeasible == 1
         assert [line for line in run.said if "(12 GiB would do)" in line]
         assert "stays 2.00 GiB above the budget" in run.said[-1]
-
-    def test_that_is_said_once_and_nothing_is_tried_again(self) -> None:
-        run = self.run()
-        num_said, plan = len(run.said), run.machine.plan
+        num_said = len(run.said)
         assert set(run.steps(50)) == {Stage.STABLE}
-        assert run.machine.plan is plan
-        assert (len(run.said), len(run.budgets)) == (num_said, 3)
+        assert (len(run.said), len(run.budgets)) == (num_said, 3), "nothing is said or tried again"
 
     def test_workloads_that_fit_have_their_plans_and_it_is_known_the_next_time(self) -> None:
         run = self.run()
@@ -254,11 +164,6 @@ class TestNothingFits:
         run.steps(1)
         assert run.machine.stage is Stage.STABLE
         assert run.machine.plan is least
-        run.saved_mib = 2000.0
-        run.steps(PATIENCE_SMALLER)
-        until_stable(run)
-        assert run.machine.plan in run.plans
-        assert run.machine.num_infeasible == 1
 
 
 class TestChange:
@@ -280,17 +185,6 @@ class TestChange:
         assert run.at(2000.0) is Stage.STABLE
         assert run.machine.num_replans == 3
 
-    def test_the_history_tells_what_the_plans_of_each_stage_are_predicted_to_hold(self) -> None:
-        run = stable()
-        run.plans = [a_plan("d", "keep", peak_gib=7.0)]
-        run.add(run.plans[0], 100.0, 7.0)
-        run.at(1500.0)
-        until_stable(run)
-        stages = [(one.stage, one.predicted_peak_gib) for one in run.machine.history]
-        assert stages == [
-            (Stage.PROFILE, None), (Stage.SEARCH, 9.0), (Stage.STABLE, 9.0), (Stage.PROFILE, None), (Stage.STABLE, 7.0),
-        ]  # fmt: skip
-
     def test_what_is_no_change(self) -> None:
         """Single smaller steps, five percent, unknown times, and as many bytes in more or fewer tensors: of packed
         documents, whose number follows chance."""
@@ -309,9 +203,7 @@ class TestChange:
             run.step(Step(run.number, None, 9.0, 100.0, 1000.0, 2))
         assert run.machine.num_replans == 0
 
-    @pytest.mark.parametrize(
-        "lengths", [[4, 3, 2, 1], [1, 4], [1] * 9 + [4], [2] * 4 + [4] * 4, [4] + [1] * 5, [2, 4, 4, 2, 1]]
-    )
+    @pytest.mark.parametrize("lengths", [[4, 3, 2, 1], [1] * 9 + [4], [2] * 4 + [4] * 4])
     def test_sizes_that_change_all_the_time_come_to_rest(self, lengths: Sequence[int]) -> None:
         """The property holds for any period: in the end only the largest steps have a plan."""
         run = three()
@@ -323,9 +215,7 @@ class TestChange:
         assert (run.machine.num_replans, len(run.said)) == (num_replans, num_said)
         assert run.planned_mib == 4000.0
 
-    @pytest.mark.parametrize(
-        "lengths", [[1] * 18 + [4], [1] * 49 + [4], [1] * 60 + [4, 4], [1] * 40 + [3] + [1] * 40 + [4]]
-    )
+    @pytest.mark.parametrize("lengths", [[1] * 18 + [4], [1] * 40 + [3] + [1] * 40 + [4]])
     def test_sizes_that_come_rarely_are_not_planned_for(self, lengths: Sequence[int]) -> None:
         """Recording until such a step comes would cost more than it gains, each time."""
         run = three()
@@ -347,34 +237,6 @@ class TestChange:
         assert run.at(4000.0, 15) is Stage.STABLE
         assert run.planned_mib == 4000.0
 
-    def test_larger_than_what_is_rare_is_measured_at_once(self) -> None:
-        run = stable()
-        run.at(4000.0)
-        run.at(1000.0, 30)
-        assert run.at(5000.0) is Stage.PROFILE
-
-    def test_what_has_a_plan_is_not_rare_and_of_two_plans_the_nearer_is_taken(self) -> None:
-        run = stable()
-        run.at(2000.0)
-        until_stable(run)
-        run.at(4000.0)
-        run.at(1000.0, 30)
-        run.at(2000.0)
-        assert run.planned_mib == 2000.0
-        run = stable()
-        for saved_mib in (1060.0, 4000.0):
-            run.at(saved_mib)
-            until_stable(run)
-        assert run.at(1045.0, PATIENCE_SMALLER) is Stage.STABLE  # like both
-        assert run.planned_mib == 1060.0
-
-    def test_long_phases_get_their_plans_each_time(self) -> None:
-        run = three()
-        for phase in range(12):
-            run.at((1000.0, 4000.0)[phase % 2], 50)
-            assert run.planned_mib == run.saved_mib
-        assert run.machine.num_replans == 11
-
     @pytest.mark.parametrize(("saved_mib", "patience"), [(1000.0, OTHER_TENSORS * PATIENCE_SMALLER), (900.0, 1)])
     def test_other_sites_are_another_workload(self, saved_mib: float, patience: int) -> None:
         """At once if they have other bytes; as many bytes stay within the budget for some steps."""
@@ -384,13 +246,6 @@ class TestChange:
         assert run.at(saved_mib) is Stage.PROFILE
         assert "other tensors" in run.said[-1]
 
-    def test_a_change_during_the_search(self) -> None:
-        run = three()
-        run.steps(PROFILED + 2)
-        assert run.machine.stage is Stage.SEARCH
-        assert run.at(3000.0) is Stage.PROFILE
-        assert until_stable(run) == (PROFILED + 3) + PROFILED + 6
-
     def test_a_peak_above_the_budget_is_planned_again_with_so_much_to_spare(self) -> None:
         run = stable()
         run.steps(5)
@@ -398,16 +253,6 @@ class TestChange:
         run.steps(1)
         assert run.machine.stage is Stage.SEARCH
         assert run.budgets == [10.0, pytest.approx(8.8)]
-
-    def test_what_is_planned_again_is_the_workload_that_runs(self) -> None:
-        run = stable()
-        run.at(2000.0)
-        until_stable(run)
-        run.at(1000.0, PATIENCE_SMALLER + 2)
-        run.peaks[id(run.machine.plan)] = 10.2
-        run.steps(1)
-        assert [one.saved_mib for one in run.asked] == [1000.0, 2000.0, 1000.0]
-        assert run.asked[2] is run.asked[0]
 
     def test_more_micro_batches_are_another_workload(self) -> None:
         run = stable()
@@ -425,32 +270,8 @@ class TestChange:
             run.num_micro_batches = number
             run.steps(2 * PATIENCE_SLOWER, slower)
             assert (run.machine.stage, run.machine.plan) == (Stage.STABLE, plan)
-        num_said = len(run.said)
-        for number in 20 * [5, 9]:
-            run.num_micro_batches = number
-            run.steps(1, number / 4)
-        assert (len(run.asked), run.machine.num_replans, len(run.said)) == (1, 0, num_said)
         run.num_micro_batches = 3
         assert run.at(1000.0) is Stage.PROFILE
-        until_stable(run)
-        run.num_micro_batches = 6
-        assert run.at(2000.0) is Stage.PROFILE
-
-    def test_candidates_are_compared_by_steps_with_as_many_micro_batches(self) -> None:
-        run = three((200.0, 105.0, 120.0), most_micro_batches=2)
-        run.steps(PROFILED + SETTLING_STEPS + 1)
-        assert run.machine.plan is run.plans[1], "the first was tried"
-        run.num_micro_batches = 4
-        run.steps(3 * (SETTLING_STEPS + 1), slower=2.0)
-        assert run.machine.plan is run.plans[1]
-        assert "plan 1 of 3, 210.0 ms" in run.said[-1]
-
-    def test_batches_that_grow_while_steps_are_recorded_are_recorded_together(self) -> None:
-        run = three(most_micro_batches=2)
-        for number in range(3, 3 + PROFILED):
-            run.num_micro_batches = number
-            run.steps(1)
-        assert run.machine.stage is Stage.SEARCH
 
     def test_slow_steps_are_waited_out_then_measured_again_and_less_often_each_time(self) -> None:
         run = stable()

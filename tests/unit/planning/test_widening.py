@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.swap.common.plan import Infeasible, Plan
-from megatron.swap.planning.search import CandidateSearch
-from megatron.swap.planning.state_machine import Stage
-from megatron.swap.planning.workload import Workload
-from tests.staged_run import BUDGET_GIB, PROFILED, Run, a_plan, stable, three, until_stable
+from tests.staged_run import PROFILED, Run, a_plan, stable, three, until_stable
 
 
 def test_memory_that_the_fastest_plan_left_free_is_used() -> None:
@@ -64,26 +61,6 @@ def test_a_plan_that_exceeded_the_budget_as_a_candidate_is_not_tried_again() -> 
     assert run.machine.plan is run.plans[1]
 
 
-def test_what_was_chosen_stays_chosen_while_further_plans_are_tried() -> None:
-    wide = a_plan("wide", peak_gib=10.1, ms=90.0)
-    run = three(peaks=(8.0, 8.0, 8.0), widen=lambda run, _: [wide])
-    run.add(wide, 95.0, 10.5)
-    run.steps(PROFILED + 5)
-    assert run.machine.best_plan is run.machine.plan is run.plans[2]
-    run.steps(1)
-    assert (run.machine.plan, run.machine.stage) == (wide, Stage.SEARCH)
-    assert run.machine.best_plan is run.plans[1]
-    assert run.machine.history[-1].predicted_peak_gib == 10.1  # of all plans of the search
-    run.num_tensors, run.saved_mib = 150.0, 3000.0  # another workload
-    run.steps(1)
-    assert run.machine.stage is Stage.PROFILE
-    until_stable(run)
-    run.num_tensors, run.saved_mib = 100.0, 1000.0  # the first again: its plan is known
-    run.steps(1)
-    assert (run.machine.plan, run.machine.stage) == (run.plans[1], Stage.STABLE)
-    assert sum(entry.stage is Stage.PROFILE for entry in run.machine.history) == 2
-
-
 def test_memory_stays_free_if_nothing_faster_fits_into_it() -> None:
     def infeasible(_: Run, reserve_gib: float) -> Sequence[Plan]:
         raise Infeasible(f"no plan leaves {reserve_gib}", 9.5)
@@ -93,33 +70,6 @@ def test_memory_stays_free_if_nothing_faster_fits_into_it() -> None:
         assert until_stable(run) == PROFILED + 6
         assert len(run.reserves) == 1
         assert run.machine.plan is run.plans[1]
-
-
-def test_memory_is_used_as_well_after_peaks_were_too_high() -> None:
-    """At 9.0 GiB predicted 10.5 were held, so the solver gets 1.5 less. Of a plan for 8.0, 9.2 are held."""
-    lower = a_plan("lower", peak_gib=8.0, ms=110.0)
-    wide = [a_plan("wide", peak_gib=8.4, ms=105.0), a_plan("wider", peak_gib=8.5, ms=100.0)]
-
-    def plans(run: Run, workload: Workload, budget_gib: float) -> Sequence[Plan]:
-        made = run.make_plans(workload, budget_gib)
-        return made if budget_gib == BUDGET_GIB else [lower]
-
-    run = three(peaks=(10.5, 10.5, 10.5), make_plans=plans, widen=lambda run, _: wide[len(run.reserves) - 1 :][:1])
-    run.add(lower, 110.0, 9.2)
-    run.add(wide[0], 105.0, 9.6)
-    run.add(wide[1], 100.0, 10.1)
-    until_stable(run)
-    assert run.budgets == [10.0, 8.5]
-    # Halfway from 8.0 to the 8.8 that would use up the budget; from 8.4 to 8.8; from 8.4 to the 8.5 that were too high.
-    assert run.reserves == [pytest.approx(8.5 - wider_gib) for wider_gib in (8.4, 8.6, 8.45)]
-    assert run.machine.plan is wide[0]
-
-
-def test_what_proved_too_high_before_is_not_tried_again() -> None:
-    search = CandidateSearch([a_plan("a")], too_high_gib=9.0)
-    assert search.wider_gib(8.0, 4.0) == 8.5
-    assert search.wider_gib(8.0, 0.5) == 8.25
-    assert search.wider_gib(9.5, 0.5) == 9.75  # a lower plan was too high, and yet this one fits
 
 
 def test_no_further_plan_is_made() -> None:

@@ -6,11 +6,10 @@ import pytest
 
 from megatron.swap.common.types import MIB, Action
 from megatron.swap.planner.assignment import layer_script
-from megatron.swap.planner.profile import Device, LayerClass, Link, Profile, Section
-from megatron.swap.planner.solve import whole_layers
+from megatron.swap.planner.profile import Device, LayerClass, Link, Section
 from megatron.swap.profiling.profile_builder import build_profile
 from megatron.swap.profiling.recording import PassKey, SavedStorage, What
-from tests.unit.planner.cases import model, profile, site
+from tests.unit.planner.cases import model, site
 from tests.unit.profiling.handwritten import Script
 
 INPUT = "checkpoint/0"
@@ -26,10 +25,6 @@ def entry(layers: tuple[int, ...]) -> LayerClass:
     return LayerClass(layers, 1.0, 3.0, sites, (Section("layer", ("norm/0", "mlp/0"), (INPUT,), 1.0),))
 
 
-def five_layers(gb_s: float) -> Profile:
-    return profile([entry(tuple(range(5)))], gb_s=gb_s)
-
-
 def test_a_layer_that_keeps_does_not_hold_its_input() -> None:
     assert [mib for _, mib, _ in layer_script(entry((0,)), {}, ()).saves] == [20, 20]
     assert entry((0,)).saved_mib == 40
@@ -37,12 +32,6 @@ def test_a_layer_that_keeps_does_not_hold_its_input() -> None:
     assert [(mib, action) for _, mib, action in whole] == [
         (20, Action.RECOMPUTE), (20, Action.RECOMPUTE), (10, Action.SWAP),
     ]  # fmt: skip
-
-
-def test_whole_layers_send_their_inputs() -> None:
-    plan = whole_layers(five_layers(40.0), 1.0)
-    assert plan is not None
-    assert {one.sites[INPUT].action for one in plan.classes} == {"swap", "keep"}  # the last layer cannot
 
 
 @pytest.mark.parametrize("is_held", [False, True])

@@ -1,13 +1,16 @@
-"""Footprints of steps: tensors and bytes that each layer saved."""
+"""Footprints of steps: tensors and bytes that each layer saved, and gradients that the step made."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-from megatron.swap.common.plan import Plan, PlanClass, SitePlan
+from megatron.swap.common.plan import Plan, PlanClass
 from megatron.swap.common.types import ACTIVATION, NORM
 from megatron.swap.planning.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.profiling.footprint import Footprint, FootprintMeter, LayerFootprint
+from megatron.swap.profiling.made_gradients import MadeGradients
 from megatron.swap.profiling.observer import Observer
 from tests.engine import TOKENS, Engine, batch, forward, loss_of, one_after_the_other, stack, train_step
 from tests.unit.planner.cases import model
@@ -32,18 +35,6 @@ def test_the_most_of_micro_batches_and_steps_counts() -> None:
     assert one.maximum(other) == other.maximum(one) == most
 
 
-def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
-    measured = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 4, 60, 10)))
-    meter = FootprintMeter()
-    meter.begin_layer(0, 20)
-    meter.end_layer(0, is_unseen=True)
-    meter.begin_layer(1, 20)
-    meter.add(130)
-    meter.end_layer(1)
-    filled = meter.take().filled_from(measured)
-    assert filled == Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 1, 130, 20)))
-
-
 @pytest.mark.parametrize(("sizes", "called_after"), [((104, 106), None), ((106, 100), 0), ((100, 111), 1)])
 def test_more_than_is_expected_is_reported_after_the_layer_that_exceeds_it(
     sizes: tuple[int, int], called_after: int | None
@@ -57,34 +48,6 @@ def test_more_than_is_expected_is_reported_after_the_layer_that_exceeds_it(
         meter.add(num_bytes)
         meter.end_layer(running)
     assert (calls[0] if calls else None) == called_after
-
-
-def test_a_larger_input_is_reported_before_anything_of_the_layer_is_saved() -> None:
-    meter, calls = FootprintMeter(), []
-    meter.expect(Footprint((LayerFootprint(0, 1, 1000, 100),)), 1.05, lambda: calls.append(True))
-    meter.begin_layer(0, 105)
-    meter.begin_layer(1, 9999)  # the footprint has no such layer
-    assert not calls
-    meter.begin_layer(0, 106)
-    assert calls
-
-
-def test_a_longer_step_keeps_no_more_than_one_that_was_known_to_be_longer() -> None:
-    def peak_bytes(known: bool) -> int:
-        layers, observer = stack(4), Observer()
-        policy = SwitchingPolicy(SafePolicy(1024, ()), 1024)
-        with Engine(layers, observer=observer, policy=policy) as engine:
-            policy.apply_plan(keeps_all_but(PlanClass("0", {"nothing/0": SitePlan("swap")})))
-            meter = engine.saved_tensors.footprint
-            for tokens in (TOKENS, 2 * TOKENS):
-                meter.begin_chunk()
-                policy.is_short = known
-                loss_of(forward(layers, batch(tokens=tokens))).backward()
-                meter.expect(meter.take(), 1.05, lambda: setattr(policy, "is_short", True))
-                peak, _ = observer.take_peak()
-        return peak
-
-    assert peak_bytes(known=False) == peak_bytes(known=True)
 
 
 def test_it_is_the_same_whatever_happens_to_what_is_saved() -> None:
@@ -129,3 +92,34 @@ def test_where_all_is_kept_layers_run_without_hooks_until_an_input_is_larger() -
         taken = footprint.take()
         assert [entry.num_tensors for entry in taken.layers] == [entry.num_tensors for entry in measured.layers]
         assert taken.num_bytes > 1.5 * measured.num_bytes
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+
+
+def test_gradients_that_are_made_in_a_step_count() -> None:
+    model, made = layers(), MadeGradients()
+    made.forward_of(model)
+    assert made.num_bytes() == 0
+    for _ in range(2):  # a second micro-batch adds to them
+        model(torch.ones(2, 8)).sum().backward()
+        made.forward_of(model)
+        assert made.num_bytes() == 4 * (64 + 32)
+    model.zero_grad()
+    assert made.num_bytes() == 0
+
+
+def test_what_does_not_count() -> None:
+    """Gradients that were there, and views of a buffer."""
+    model, made = layers(), MadeGradients()
+    model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad(set_to_none=False)
+    made.forward_of(model)
+    model(torch.ones(2, 8)).sum().backward()
+    assert made.num_bytes() == 0
+    model, made = layers(), MadeGradients()
+    made.forward_of(model)
+    bucket = torch.zeros(64 + 32)
+    model[0].weight.grad, model[1].weight.grad = bucket[:64].view(8, 8), bucket[64:].view(4, 8)
+    assert made.num_bytes() == 0

@@ -75,27 +75,11 @@ def test_the_figures_are_bytes_by_the_median_of_times(pool: HostPool, monkeypatc
     assert link == Link(1 / medians[0], 1 / (2 * medians[1]), 1 / medians[2], 1 / (2 * medians[2]))
 
 
-@pytest.mark.parametrize("fail_at", [1, 2, 5, 12])
+@pytest.mark.parametrize("fail_at", [1, 5])
 def test_a_copy_that_fails_leaves_nothing_leased(pool: HostPool, fail_at: int) -> None:
     device = CountedDevice(fail_at)
     with pytest.raises(SwapError, match="the link was not measured: planted"):
         measure_link(device, HostTier(pool), NUM_BYTES)
-    assert pool.stats.leased_bytes == 0
-    device.close()
-
-
-def test_where_memory_is_short_a_quarter_is_copied(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, allocate = CountedDevice(), CountedDevice.allocate
-
-    def small(self: CountedDevice, num_bytes: int) -> torch.Tensor:
-        if num_bytes > MIB:
-            raise torch.OutOfMemoryError("planted")
-        return allocate(self, num_bytes)
-
-    monkeypatch.setattr(CountedDevice, "allocate", small)
-    link = measure_link(device, HostTier(pool), 4 * MIB)
-    assert {num_bytes for _, num_bytes in device.copies} == {MIB}
-    assert all(speed > 0 for speed in vars(link).values())
     assert pool.stats.leased_bytes == 0
     device.close()
 
@@ -110,15 +94,13 @@ from megatron.swap.planner.profile import Link
 from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.common.types import MIB, SwapError
 
-rank, fails = int(sys.argv[1]), sys.argv[3] == "fails"
-torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-pool = HostPool(limit=(1 if fails and rank else 8) * MIB, slab_bytes=MIB, pinned=False)
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 device = EmulatedDevice(0.001, rank)
+print(slowest_link(device, Link(*(4.0, 2.0, 5.0, 1.0) if rank else (1.0, 3.0, 5.0, 7.0))))
+pool = HostPool(limit=(1 if rank else 8) * MIB, slab_bytes=MIB, pinned=False)
 try:
-    link = measure_link(device, HostTier(pool), 2 * MIB)
-    slowest = slowest_link(device, link)
-    assert all(least <= own for least, own in zip(vars(slowest).values(), vars(link).values()))
-    print(slowest_link(device, Link(*(4.0, 2.0, 5.0, 1.0) if rank else (1.0, 3.0, 5.0, 7.0))))
+    measure_link(device, HostTier(pool), 2 * MIB)
 except SwapError as error:
     print(error)
 assert pool.stats.leased_bytes == 0
@@ -130,27 +112,20 @@ os._exit(0)  # gloo's threads may end the process otherwise
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("works", [f"{Link(1.0, 2.0, 5.0, 1.0)}"] * 2),
-        ("fails", ["the link was not measured: copies failed on another rank; its own message says why.",
-                   "the link was not measured: the host pool cannot provide a lease of 2.00 MiB"]),
-    ],
-)  # fmt: skip
-def test_two_ranks_measure_together_or_give_up_together(tmp_path: Path, how: str, expected: list[str]) -> None:
+@pytest.mark.slow
+def test_two_ranks_agree_on_the_slowest_link_and_give_up_together(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store"), how],
+            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store")],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]
     try:
-        for rank, words in zip(ranks, expected, strict=True):
+        for rank, why in zip(ranks, ("copies failed on another rank", "the host pool cannot provide"), strict=True):
             output, errors = rank.communicate(timeout=120)
             assert rank.returncode == 0, errors
-            assert output.startswith(words)
+            assert output.startswith(f"{Link(1.0, 2.0, 5.0, 1.0)}\nthe link was not measured: {why}")
     finally:
         for rank in ranks:
             rank.kill()

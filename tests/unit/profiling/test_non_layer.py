@@ -14,7 +14,7 @@ from torch.nn import functional
 from megatron.swap.common.site_paths import NON_LAYER
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.profiling.observer import Observer
-from megatron.swap.profiling.recording import Recording, What
+from megatron.swap.profiling.recording import Recording
 from tests.engine import HIDDEN, TOKENS, Engine, stack, watch
 
 VOCABULARY = 48
@@ -105,18 +105,6 @@ def test_names_and_bytes_and_what_others_hold_while_the_loss_is_computed() -> No
     assert {one.site for one in found if one.has_external_refs} == {"embedding/0", "model/0", "head/0", "loss/2"}
 
 
-def test_a_storage_that_a_layer_has_is_not_told_twice() -> None:
-    class Twice(Chunk):
-        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            self.hidden = hidden = self.embedding(tokens)
-            for layer in self.layers:
-                hidden = layer(hidden)
-            return hidden * self.hidden  # the first layer has saved its input
-
-    sites = [one.site for one in recorded(Twice()).non_layer]
-    assert sites == 2 * ["embedding/0", "loss/1"]  # one factor of the product is the layer's
-
-
 @pytest.mark.parametrize("recording", [False, True])
 def test_not_a_bit_changes_and_off_nothing_stands_in_the_graph(recording: bool) -> None:
     chunk = Chunk()
@@ -132,23 +120,3 @@ def test_not_a_bit_changes_and_off_nothing_stands_in_the_graph(recording: bool) 
         assert bool(seen) == recording
         with torch.no_grad():
             assert not engine.saved_tensors.is_recorded
-
-
-def test_a_graph_that_outlives_its_recording_is_in_no_other() -> None:
-    chunk = Chunk()
-    with engine_around(chunk) as engine:
-        assert engine.recorder is not None
-        tokens = torch.arange(TOKENS) % VOCABULARY
-        engine.recorder.start(1)
-        loss = chunk(tokens, tokens).mean()
-        engine.recorder.step_ended(2)
-        first = engine.recorder.stop().non_layer
-        times = [dict(one.at_ms) for one in first]
-        engine.recorder.start(2)
-        loss.backward()
-        engine.recorder.step_ended(3)
-        second = engine.recorder.stop()
-    assert second.non_layer == ()
-    assert not any(event.what is What.FREED for event in second.events)
-    assert [one.at_ms for one in first] == times
-    assert all(list(at_ms) == [What.SAVED] for at_ms in times)

@@ -19,48 +19,16 @@ def traced_steps(path: Path) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="starts CUDA's profiler in the tests' process")
-@pytest.mark.parametrize(
-    ("num_steps", "expected"), [(6, ["step 3", "step 4"]), (4, ["step 3", "step 4"]), (3, ["step 3"]), (2, [])]
-)
+@pytest.mark.parametrize(("num_steps", "expected"), [(6, ["step 3", "step 4"]), (3, ["step 3"])])
 def test_the_chosen_steps_are_traced_as_far_as_training_gets(tmp_path: Path, num_steps: int, expected: list[str]):
     ranges = Ranges()
     profiler = Profiler(str(tmp_path / "new"), 3, 4, rank=1, ranges=ranges, allocated_bytes=lambda: 5)
-    seen = []
     for iteration in range(1, num_steps + 1):
-        if ranges.is_on:
-            seen.append(f"step {iteration}")
         with ranges.forward(0):
             torch.ones(2) + 1
         profiler.step_ended(iteration)
     profiler.close()
     assert not ranges.is_on
-    assert seen == expected or (num_steps == 2 and seen == [])
     assert profiler.path == tmp_path / "new" / "rank-1.json.gz"
-    if expected:
-        # The step that was about to begin when training ended early has nothing in it.
-        assert [name for name in traced_steps(profiler.path) if name in expected] == expected
-    else:
-        assert seen == []
-
-
-def test_a_run_that_ends_before_its_traced_steps_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    profiler = Profiler(str(tmp_path), 4, 5, rank=0, ranges=Ranges(), allocated_bytes=lambda: None)
-    profiler.step_ended(1)
-    profiler.close()
-    assert "nothing was traced: training ended after 1 steps" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="starts CUDA's profiler in the tests' process")
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_a_failed_run_leaves_what_was_traced_and_no_profiler(tmp_path: Path, num_steps: int):
-    ranges = Ranges()
-    profiler = Profiler(str(tmp_path), 3, 4, rank=0, ranges=ranges, allocated_bytes=lambda: None)
-    for iteration in range(1, num_steps + 1):
-        profiler.step_ended(iteration)
-    profiler.abandon()
-    assert not ranges.is_on
-    with torch.profiler.profile():  # would fail beside another one
-        pass
-    assert profiler.path is not None
-    assert profiler.path.exists() == (num_steps >= 2)
+    # The step that was about to begin when training ended early has nothing in it.
+    assert [name for name in traced_steps(profiler.path) if name in expected] == expected

@@ -82,29 +82,6 @@ def test_gradients_in_a_buffer_count_once_and_whole() -> None:
     assert measured([model], [optimizer])["gradients"].device_bytes == 400 + 16 + 80
 
 
-def test_an_optimizer_of_the_weights_themselves_has_its_state_alone() -> None:
-    model = Tied()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    assert measured([model], [optimizer])["optimizer"] == MemoryRow("optimizer")
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    found = measured([model], [optimizer])
-    assert found["weights"].device_bytes == WEIGHTS_BYTES
-    assert found["gradients"].device_bytes == WEIGHTS_BYTES
-    assert found["optimizer"] == MemoryRow("optimizer", WEIGHTS_BYTES)  # momentum
-    mains = [param.detach().double() for param in model.parameters()]
-    assert measured([model], [torch.optim.SGD(mains, lr=0.1)])["optimizer"].device_bytes == 2 * WEIGHTS_BYTES
-
-
-def test_what_the_optimizer_keeps_in_host_memory_by_itself() -> None:
-    """Megatron's own offload keeps state so."""
-    model = Tied()
-    optimizer = torch.optim.SGD([param.detach().clone() for param in model.parameters()], lr=0.1)
-    found = measured([model], [optimizer], device=some_gpu(kind="cuda"))
-    assert found["optimizer"] == MemoryRow("optimizer", 0, WEIGHTS_BYTES)
-
-
 def test_on_a_device_rows_add_up_to_what_the_allocator_held() -> None:
     model = Tied()
     optimizer = torch.optim.SGD([param.detach().clone() for param in model.parameters()], lr=0.1)
@@ -112,13 +89,6 @@ def test_on_a_device_rows_add_up_to_what_the_allocator_held() -> None:
     assert found["activations"].device_bytes == 7000 - 2 * WEIGHTS_BYTES
     assert found["fragments"] == MemoryRow("fragments", 2000)
     assert sum(row.device_bytes for row in found.values()) == 9000
-
-
-def test_activations_and_buffers() -> None:
-    found = measured([], [], saved_peak_bytes=70, host_booked_bytes=100, host_leased_peak_bytes=60)
-    assert found["activations"] == MemoryRow("activations", 70, 60)
-    assert found["buffers"] == MemoryRow("buffers", 0, 40)
-    assert measured([], [], saved_peak_bytes=None)["activations"] == MemoryRow("activations")
 
 
 def rows_of(training: Training, disk: DiskFile | None = None) -> dict[str, MemoryRow]:
@@ -150,16 +120,3 @@ def test_offloaded_state_counts_where_it_is() -> None:
     reserved_bytes = sum(row.host_bytes for row in released.values())
     assert reserved_bytes == training.arena.reserved_bytes
     assert released["buffers"].host_bytes > 0
-
-
-def test_what_of_it_is_kept_counts_on_the_device() -> None:
-    training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(2)
-    stays = training.params[0]
-    before = rows_of(training)
-    assert training.stepper is not None
-    training.stepper.set_offloaded(set(training.params[1:]))
-    found = rows_of(training)
-    moved = STATE_BYTES * stays.numel()
-    assert found["optimizer"].device_bytes == before["optimizer"].device_bytes + moved
-    assert found["optimizer"].host_bytes == before["optimizer"].host_bytes - moved
-    assert found["buffers"].host_bytes == before["buffers"].host_bytes + moved  # its place is kept

@@ -24,22 +24,15 @@ def plan(*classes: PlanClass) -> Plan:
     return Plan(MODEL, None, None, None, classes)
 
 
-class TestSiteLog:
-    def test_a_storage_counts_where_it_was_saved_first_while_it_lives(self) -> None:
-        log, held = SiteLog(), storage()
-        log.note(Site(0, "norm", 0), held, Decision(SWAP, Reason.POLICY))
-        log.note(Site(0, "linear", 0), held, Decision(SWAP, Reason.POLICY))
-        log.note(Site(1, "norm", 0), held, Decision(KEEP, Reason.POLICY))
-        assert log.sites == {Site(0, "norm", 0): Seen(64, SWAP)}
-        del held
-        log.note(Site(1, "norm", 0), storage(32), Decision(KEEP, Reason.POLICY))
-        assert list(log.sites) == [Site(0, "norm", 0), Site(1, "norm", 0)]
-
-    def test_the_last_action_and_the_largest_size_stay(self) -> None:
-        log, site = SiteLog(), Site(0, "norm", 0)
-        for num_bytes, action in ((8, SWAP), (64, SWAP), (16, KEEP)):
-            log.note(site, storage(num_bytes), Decision(action, Reason.POLICY))
-        assert log.sites == {site: Seen(64, KEEP)}
+def test_a_storage_counts_where_it_was_saved_first_while_it_lives() -> None:
+    log, held = SiteLog(), storage()
+    log.note(Site(0, "norm", 0), held, Decision(SWAP, Reason.POLICY))
+    log.note(Site(0, "linear", 0), held, Decision(SWAP, Reason.POLICY))
+    log.note(Site(1, "norm", 0), held, Decision(KEEP, Reason.POLICY))
+    assert log.sites == {Site(0, "norm", 0): Seen(64, SWAP)}
+    del held
+    log.note(Site(1, "norm", 0), storage(32), Decision(KEEP, Reason.POLICY))
+    assert list(log.sites) == [Site(0, "norm", 0), Site(1, "norm", 0)]
 
 
 def seen(action: Action = SWAP, mib: float = 2.0, layers: range = range(4), site: str = "mlp") -> dict[Site, Seen]:
@@ -59,11 +52,10 @@ class TestUnlikePlan:
     def test_a_run_that_is_what_was_planned_says_nothing(self, mib: float) -> None:
         assert unlike_plan(plan(SWAP_MLP), seen(mib=mib), MIB) == []
 
-    @pytest.mark.parametrize(("mib", "text"), [(2.2, "2.20 MiB"), (1.0, "1.00 MiB")])
-    def test_another_size(self, mib: float, text: str) -> None:
-        (line,) = unlike_plan(plan(SWAP_MLP), seen(mib=mib), MIB)
+    def test_another_size(self) -> None:
+        (line,) = unlike_plan(plan(SWAP_MLP), seen(mib=2.2), MIB)
         assert line.startswith("layers 0-3: of another size than planned")
-        assert line.endswith(f": mlp/0 ({text}, planned 2.00 MiB)")
+        assert line.endswith(": mlp/0 (2.20 MiB, planned 2.00 MiB)")
 
     def test_sites_at_which_nothing_was_saved(self) -> None:
         ghost = PlanClass("0-3", {**SWAP_MLP.sites, "mlp/1": SitePlan("swap"), "norm/0": SitePlan("recompute"),
@@ -75,11 +67,6 @@ class TestUnlikePlan:
         more = {**seen(), **seen(KEEP, 3.0, range(2), "norm"), **seen(KEEP, 0.9, range(2), "small")}
         lines = unlike_plan(plan(SWAP_MLP), more, MIB)
         assert lines == ["layers 0-1: saved, but not in the plan, so kept: norm/0 (3.00 MiB)"]
-
-    def test_a_long_list_is_counted(self) -> None:
-        many = PlanClass("0-3", {f"gone/{number}": SitePlan("swap") for number in range(9)})
-        (line,) = [line for line in unlike_plan(plan(many), seen(), 4 * MIB) if "nothing was saved" in line]
-        assert line.endswith("gone/4, gone/5 and 3 more")
 
 
 class TestPlanOfRun:
@@ -96,10 +83,6 @@ class TestPlanOfRun:
         given = plan(PlanClass("0-1", {"checkpoint/0": SitePlan("swap")}, ("layer",)), PlanClass("3", {}, ("layer",)))
         made = plan_of_run(MODEL, seen(SWAP, 1.0, range(2), "checkpoint"), given)
         assert [(entry.layers, entry.sections) for entry in made.classes] == [("0-1", ("layer",)), ("3", ("layer",))]
-
-    def test_layers_without_log_entries_were_kept_as_planned(self) -> None:
-        given = plan(SWAP_MLP, PlanClass("6", {"mlp/0": SitePlan("keep", 2.0)}), PlanClass("7", SWAP_MLP.sites))
-        assert plan_of_run(MODEL, seen(), given).classes == (*given.classes[:2], PlanClass("7", {}))
 
     def test_ranks_are_one_log_with_the_largest_sizes(self) -> None:
         first, second = seen(SWAP, 1.0, range(2)), seen(SWAP, 3.0, range(1, 4))

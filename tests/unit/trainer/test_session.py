@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from megatron.training import training
 from torch import nn
 
 from megatron.swap.common.types import MIB, UsageError
-from megatron.swap.megatron_lm import hints
 from megatron.swap.memory.disk_file import DiskError
 from megatron.swap.patches import registry
 from megatron.swap.trainer.session import SwapSession
@@ -93,25 +91,6 @@ def test_a_model_without_a_stack_of_layers_does_not_train_unswapped():
     assert patched() == before
 
 
-def test_a_trace_needs_no_boundaries(tmp_path: Path):
-    session = SwapSession.install(arguments("--swap-profile", str(tmp_path)))
-    session.on_begin()
-    session.close()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
-@pytest.mark.parametrize(("fp8", "rules"), [(None, None), ("hybrid", "rules")])
-def test_only_a_run_in_8_bits_takes_wrappers_apart(
-    monkeypatch: pytest.MonkeyPatch, fp8: str | None, rules: str | None
-):
-    monkeypatch.setattr(hints, "wrapper_rules", lambda: "rules")
-    args = arguments("--swap-layers", "all")
-    args.fp8 = fp8
-    session = SwapSession.install(args)
-    assert session.hints.wrappers() == rules
-    session.close()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
 def test_after_a_failure_no_allocation_is_rescued_any_more():
     session = SwapSession.install(
@@ -124,42 +103,6 @@ def test_after_a_failure_no_allocation_is_rescued_any_more():
     session.on_finish(RuntimeError("somebody's"), [], None)
     assert not guard.is_on
     session.close()
-
-
-def test_another_megatron_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: object) -> None:
-        raise registry.PatchError("not the one")
-
-    monkeypatch.setattr(registry, "apply", refuse)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(registry.PatchError, match="not the one"):
-        SwapSession.install(arguments("--swap-layers", "all", "--swap-disk-dir", str(tmp_path)))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_with_no_layers_nothing_is_installed():
-    model_config = SimpleNamespace(pre_wrap_hooks=[])
-    before = patched()
-    SwapSession.install(arguments("--swap-layers", "none"), model_config).close()
-    assert (patched(), model_config.pre_wrap_hooks) == (before, [])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
-def test_allocation_retries_are_reported_to_the_planner(monkeypatch: pytest.MonkeyPatch):
-    flags = arguments("--swap-layers", "none", "--swap-summary", "x.json")
-    session = SwapSession.install(flags, SimpleNamespace(pre_wrap_hooks=[]))
-    calls: list[tuple[int, ...]] = []
-    try:
-        monkeypatch.setattr(session.run_device.device, "take_retries", lambda: 3)
-        session.auto = SimpleNamespace(  # type: ignore[assignment]
-            step_ended=lambda *figures, **_: calls.append(figures), is_settled=True
-        )
-        session.on_iteration(7, {}, None, False, None)
-        assert calls == [(7, 0, 3)]
-        assert session.step_log.records[-1].num_alloc_retries == 3
-    finally:
-        session.auto = None
-        session.close()
 
 
 class Momentum(torch.optim.Optimizer):

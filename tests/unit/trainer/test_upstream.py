@@ -15,7 +15,7 @@ from torch import nn
 from megatron.swap.common.types import PRODUCERS, UsageError
 from megatron.swap.forecast.facts import MegatronFacts
 from megatron.swap.megatron_lm.model_patches import patches_of_model
-from megatron.swap.patches import compile_helpers, registry, te_weight_copies
+from megatron.swap.patches import registry, te_weight_copies
 from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
 from megatron.swap.trainer import prepare as preparation
 from megatron.swap.trainer.command_line import swap_config
@@ -51,24 +51,6 @@ def test_patches_for_machines_without_cuda_never_stop_a_run_with_it(
     assert all(patch.feature for patch in asked["optional"])
 
 
-@pytest.mark.usefixtures("unprepared")
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_prepare_says_what_it_leaves_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
-) -> None:
-    unfit = Patch("megatron.training.arguments", "_print_args", lambda original: original, "a reason",
-                  {"megatron-core 0.18.2": "0" * 64}, feature="a feature")  # fmt: skip
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compile_helpers, "PATCH", unfit)
-    preparation.prepare()
-    try:
-        lines = [line for line in capsys.readouterr().out.splitlines() if "without a feature" in line]
-        assert len(lines) == (rank == "0")
-    finally:
-        preparation._applied[0].revert()
-
-
 def files(patches: Sequence[Patch]) -> set[str]:
     return {patch.file.removeprefix("patches/").removesuffix(".py") for patch in patches}
 
@@ -77,8 +59,6 @@ def files(patches: Sequence[Patch]) -> set[str]:
     ("flags", "kinds", "needs", "optional"),
     [
         ("--swap-summary x.json", (), {"train", "training_log"}, {"linear_weight_gradients"}),
-        ("--swap-layers all", (), {"train", "training_log", "recompile_limit"},
-         {"cross_entropy", "main_params", "linear_weight_gradients", "param_buffer"}),
         ("--swap-memory-gib 1", PRODUCERS, {"train", "training_log", "recompile_limit"},
          {"cross_entropy", "main_params", "linear_weight_gradients", "param_buffer", "fused_activations", "rotary"}),
         ("--swap-recompute rotary", ("rotary",), {"train", "training_log", "recompile_limit", "rotary"},
@@ -94,64 +74,44 @@ def test_what_a_run_needs(flags: str, kinds: tuple[str, ...], needs: set[str], o
     assert all(patch.feature for patch in patches.optional)
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
-@pytest.mark.parametrize("num_experts", [4, None])
-@needs_no_gpu
-def test_numbers_of_tokens_of_experts_pass_the_copies(
-    num_experts: int | None, has_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU another patch replaces the function."""
-    args = arguments("--swap-layers", "all")
-    args.num_experts = num_experts
-    config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
+def patches_in_8_bits(flags: str, monkeypatch: pytest.MonkeyPatch, has_gpu: bool = True, **changes: object) -> Any:
+    """Return the patches of a model in 8 bits by TransformerEngine, unless ``changes`` say otherwise."""
+    args = arguments(*flags.split())
+    vars(args).update(
+        fp8="hybrid", fp8_recipe="tensorwise", transformer_impl="transformer_engine", fp8_param_gather=False,
+        apply_rope_fusion=True,
+    )  # fmt: skip
+    vars(args).update(changes)
+    events = SimpleNamespace(around_checkpointed_forward=None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    patches = patches_of_model(MegatronFacts.of(vars(args)), config, (), events)  # type: ignore[arg-type]
-    assert ("token_counts" in files(patches.optional)) == (num_experts is not None and has_gpu)
+    return patches_of_model(MegatronFacts.of(vars(args)), swap_config(args), (), events)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("fp8", "spec", "flags", "has_gpu", "is_patched"),
-    [("hybrid", "transformer_engine", "--swap-layers all", True, True),
-     ("hybrid", "transformer_engine", "--swap-layers all", False, False),
-     (None, "transformer_engine", "--swap-layers all", True, False),
-     ("hybrid", "local", "--swap-layers all", True, False),
-     ("hybrid", "transformer_engine", "--swap-summary x.json", True, False)],
+    ("changes", "flags", "is_patched"),
+    [({}, "--swap-layers all", True), ({"has_gpu": False}, "--swap-layers all", False),
+     ({"transformer_impl": "local"}, "--swap-layers all", False), ({}, "--swap-summary x.json", False)],
 )  # fmt: skip
 @needs_no_gpu
 def test_copies_of_weights_in_8_bits_have_memory_of_their_own(
-    fp8: str | None, spec: str, flags: str, has_gpu: bool, is_patched: bool, monkeypatch: pytest.MonkeyPatch
+    changes: dict, flags: str, is_patched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in runs that recompute nothing, and as patches that a run can do without."""
-    args = arguments(*flags.split())
-    args.fp8, args.transformer_impl, args.apply_rope_fusion = fp8, spec, True
-    config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    patches = patches_of_model(MegatronFacts.of(vars(args)), config, (), events)  # type: ignore[arg-type]
+    patches = patches_in_8_bits(flags, monkeypatch, **changes)
     found = [patch for patch in patches.optional if patch.file == "patches/te_weight_copies.py"]
     assert len(found) == (len(te_weight_copies.MODULES) if is_patched else 0)
     assert "te_weight_copies" not in files(patches.needs)
     assert "te_quantize" not in files(patches.optional), "nothing is recorded that is not recomputed"
-    swaps_te = spec == "transformer_engine" and has_gpu and "--swap-layers" in flags
-    assert ("rope_offsets" in files(patches.optional)) == swaps_te
+    assert ("rope_offsets" in files(patches.optional)) == is_patched
 
 
-@pytest.mark.parametrize(
-    ("flags", "is_fused", "needs_it"),
-    [("--swap-fp8-weights recompute", True, True), ("--swap-fp8-weights recompute", False, False),
-     ("--swap-layers all", True, False)],
-)  # fmt: skip
+@pytest.mark.parametrize("is_fused", [True, False])
 @needs_no_gpu
 def test_fused_gradients_of_weights_without_copies_need_their_patch(
-    flags: str, is_fused: bool, needs_it: bool, monkeypatch: pytest.MonkeyPatch
+    is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = arguments(*flags.split())
-    args.fp8, args.fp8_recipe, args.transformer_impl = "hybrid", "tensorwise", "transformer_engine"
-    args.gradient_accumulation_fusion, args.fp8_param_gather, args.apply_rope_fusion = is_fused, False, False
-    config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    patches = patches_of_model(MegatronFacts.of(vars(args)), config, (), events)  # type: ignore[arg-type]
-    assert ("te_restored_weight" in files(patches.needs)) == needs_it
-    assert "te_restored_weight" not in files(patches.optional)
+    patches = patches_in_8_bits("--swap-fp8-weights recompute", monkeypatch, gradient_accumulation_fusion=is_fused)
+    assert ("te_restored_weight" in files(patches.needs)) == is_fused
 
 
 def of_another_source(function: Any) -> Any:
