@@ -26,7 +26,7 @@ from tests.integration.harness import (
     recorded,
 )
 from tests.integration.rows import FULL, FUSED_LLAMA, MOE, PLANNING
-from tests.integration.test_gradient_fusion import FUSING, FUSION, NUM_ADDED, TE_FUSING, num_added
+from tests.integration.test_gradient_fusion import FUSING, FUSION, NUM_ADDED, num_added
 from tests.integration.versions import folder_of
 from tests.pages import DOCS
 
@@ -107,9 +107,6 @@ def test_equal_to_the_bit(trainer: Trainer, version: str, tmp_path: Path) -> Non
     fused = [trainer.run(f"{FUSION} {swap}", program=FUSING) for swap in ("", f"{SWAP_SMALL} --swap-layers all")]
     assert [num_added(run) for run in fused] == [{NUM_ADDED}] * 2
     assert_same_checkpoints(*(run.directory / "checkpoint" for run in fused))
-    by_te = trainer.run(f"{FUSION} {SWAP_SMALL} --swap-layers all", program=TE_FUSING)
-    assert num_added(by_te) == {NUM_ADDED}
-    assert_same_checkpoints(fused[0].directory / "checkpoint", by_te.directory / "checkpoint")
     own = tmp_path / "own_pretrain.py"
     own.write_text(next(text for words, text in commands.fences(DOCS / "guide" / "start.md") if words == "python"))
     losses = {
