@@ -1,7 +1,7 @@
-"""An output layer of Megatron's on two tensor-parallel ranks, with and without sequence parallelism.
+"""The end of a model of Megatron's on two tensor-parallel ranks, with and without sequence parallelism.
 
-Without TransformerEngine no whole model trains with sequence parallelism: torch's norms refuse it. So the model here is
-the end of one. Prints ``equal`` if chunks give what Megatron gives.
+Without TransformerEngine no whole model trains so: torch's norms refuse it. Prints ``equal`` if chunks give what
+Megatron gives.
 """
 
 # ruff: noqa: E402

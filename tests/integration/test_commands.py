@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Block, blocks
+from tests.commands import Block, blocks, of_kind
 from tests.integration.harness import CHECKED
 from tests.pages import ROOT, user_pages
 from tests.unit.test_house import NOT_OURS
@@ -29,9 +29,7 @@ TRACED = "PROFILER=torch PROFILE_STEPS=3 bash tools/profile.sh --swap-layers 0-3
 """``test_profile`` runs it, with a smaller model."""
 EXAMPLES = tuple(f"PYTHONPATH=. .venv/bin/python examples/{name}.py" for name in ("swap_hugging_face", "swap_cnn"))
 """``test_examples`` runs them, and reads what they print."""
-QUICK = tuple(f".venv/bin/python tools/{name} quick" for name in ("bench.py --suite", "sweep.py --sweep"))
-"""``test_bench`` and ``test_sweep`` run parts of them."""
-OTHERS = (FIRST, TRACED, *EXAMPLES, *QUICK)
+OTHERS = (FIRST, TRACED, *EXAMPLES)
 """Lines that other tests run."""
 LEFT_OUT = re.compile(
     r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install|"
@@ -47,10 +45,6 @@ HF_CONFIG = {
 """The reader's own model."""
 TINY = ("micro=4 batch=8 vocabulary=257", "micro=4 batch=4 vocabulary=257")
 """The preset without a GPU, and what pages run: one micro-batch a step in place of two. The peak is the same."""
-
-
-def with_blocks(kind: str) -> list[Path]:
-    return [page for page in user_pages() if any(block.kind == kind for block in blocks(page))]
 
 
 def name_of(page: Path) -> str:
@@ -134,18 +128,9 @@ def test_a_page_on_a_cpu(page: Path, copy: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", with_blocks("cluster"), ids=name_of)
-def test_a_cluster_on_one_machine(page: Path, copy: Path) -> None:
+def test_a_cluster_on_one_machine(copy: Path) -> None:
     """A block has one command for each machine: they run at the same time here, one process each."""
-    for block in blocks(page):
-        if block.kind == "cluster":
-            commands = block.script.splitlines()
-            assert len(commands) > 1, block.text
-            run(commands, copy)
-
-
-def test_what_fails_is_told(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="exit status 3"):
-        run(["true", "exit 3"], tmp_path)
-    block = Block("a.md", "", "bash tests/run.sh   # all\n\n.venv/bin/pip install -e .\necho a \\\n    b  # comment\n")
-    assert runnable(block) == "echo a b"
+    for block in of_kind("cluster"):
+        commands = block.script.splitlines()
+        assert len(commands) > 1, block.text
+        run(commands, copy)

@@ -9,10 +9,12 @@ imported and suites may come on top; keys, scalars and ranges are compared as wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gzip
 import inspect
+import io
 import json
 import os
 import re
@@ -20,7 +22,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,42 +30,16 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.suites import command as bench
+from benchmarks.suites.suite import suite_names
+from benchmarks.sweeps import command as sweep
+from benchmarks.sweeps.sweep import SWEEPS, sweep_names
 from tests.integration.harness import ROOT, SWAP_SMALL, Trainer, Zygote, environment
 
 GOLDENS = ROOT / "tests" / "goldens"
 VARYING = Path(__file__).with_name("varying_script.py")
 PATIENCE_S = 240.0
 
-SUITES = (
-    "h200-dense", "h200-fp8", "h200-fusion", "h200-guard", "h200-long-context", "h200-loss", "h200-moe",
-    "h200-optimizer",
-    "h200-planner", "quick", "quick-planner",
-)  # fmt: skip
-SWEEPS = ("h200-depth", "h200-depth-lean", "h200-family", "h200-micro-batch", "h200-sequence", "h200-width", "quick")
-
-SMALLEST_SWEEP = """
-description = "One model."
-device = "cpu"
-axis = "depth"
-first = 2
-last = 2
-step = 2
-micro_batches = 2
-num_steps = 20
-time_limit_s = 60
-flags = \"\"\"
---transformer-impl local --distributed-backend gloo --num-workers 0 --no-persist-layer-norm --no-masked-softmax-fusion
---no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion
---no-rope-fusion --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --position-embedding-type rope
---disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant
---eval-iters 0 --eval-interval 100000 --log-interval 1 --no-create-attention-mask-in-dataloader
---hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1
---swap-log-level quiet
-\"\"\"
-
-[methods]
-none = "none"
-"""
 ROWS = {
     "bench": "--suite quick --case L6-h64 --method ours-all",
     # One run that works, one that is refused: rows of both kinds.
@@ -81,17 +57,6 @@ MODULES = {
     "megatron.swap.session": ("SwapSession",),
     "megatron.swap.tensors": ("TensorStats", "TensorSwap"),
 }
-ONE_BY_ONE = """
-import json, runpy, sys
-for words in json.loads(sys.argv[1]):
-    sys.argv = words
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as ended:
-        if ended.code:
-            raise
-    print(end=chr(12))
-"""
 CONSTRUCTED = ("TensorSwap",)
 """Classes that users construct. Functions return all other classes."""
 
@@ -182,32 +147,29 @@ def tool(name: str) -> str:
     return str(ROOT / "tools" / f"{name}.py")
 
 
-def lists(name: str, option: str, ours: Sequence[str]) -> dict[str, str]:
-    """Return the lists that the tool prints for each definition. One process makes them all, because imports take
-    longest."""
-    commands = json.dumps([[tool(name), option, one, "--list"] for one in ours])
-    return dict(zip(ours, said_by(["-c", ONE_BY_ONE, commands]).split("\f")[:-1], strict=True))
+def lists(main: Callable[[list[str]], int], option: str, ours: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the list that the program prints for each definition."""
+    for one in ours:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            assert main([option, one, "--list"]) == 0
+        yield one, said.getvalue()
 
 
 def names() -> dict[str, Any]:
     """Return the cases and methods of the suites, the values and methods of the sweeps, and the arguments of
     verify.py."""
     suites: dict[str, dict[str, list[str]]] = {}
-    for suite, text in lists("bench", "--suite", SUITES).items():
-        suites[suite] = {}
-        for case in re.split(r"^(?=\S+ \(\d+ rounds?\)$)", text, flags=re.M)[1:]:
-            suites[suite][case.split()[0]] = re.findall(r"^  (\S+): ", case, flags=re.M)
+    for suite, text in lists(bench.main, "--suite", suite_names()):
+        cases = re.split(r"^(?=\S+ \(\d+ rounds?\)$)", text, flags=re.M)[1:]
+        suites[suite] = {case.split()[0]: re.findall(r"^  (\S+): ", case, flags=re.M) for case in cases}
     sweeps = {}
-    for sweep, text in lists("sweep", "--sweep", SWEEPS).items():
+    for one, text in lists(sweep.main, "--sweep", sweep_names()):
         axis = re.search(r"^([\w-]+): (.*)$", text.split("\n", 2)[2], flags=re.M)
         assert axis is not None, text
-        sweeps[sweep] = {
-            "axis": axis[1], "values": axis[2].split(", "), "methods": re.findall(r"^  (\S+): ", text, flags=re.M)
-        }  # fmt: skip
+        methods = re.findall(r"^  (\S+): ", text, flags=re.M)
+        sweeps[one] = {"axis": axis[1], "values": axis[2].split(", "), "methods": methods}
     choices = re.findall(r"\{([^}]+)\}", said_by([tool("verify"), "--help"]))
-    return {
-        "suites": suites, "sweeps": sweeps, "verify": sorted({name for one in choices for name in one.split(",")})
-    }  # fmt: skip
+    return {"suites": suites, "sweeps": sweeps, "verify": sorted({name for one in choices for name in one.split(",")})}
 
 
 def paths(value: Any, path: str = "") -> Iterator[str]:
@@ -295,7 +257,11 @@ def quiet() -> dict[str, str]:
 
 def from_tools(folder: Path) -> dict[str, list[str]]:
     """Return the keys of the rows that each tool writes, by the run's outcome. The tools run side by side."""
-    (folder / "smallest.toml").write_text(SMALLEST_SWEEP)
+    smallest = (SWEEPS / "quick.toml").read_text().split("[methods]")[0] + '[methods]\nnone = "none"\n'
+    for old, new in (("first = 4", "first = 2"), ("last = 20", "last = 2"), ("step = 4", "step = 2")):
+        assert old in smallest
+        smallest = smallest.replace(old, new)
+    (folder / "smallest.toml").write_text(smallest)
     running = {
         name: subprocess.Popen(
             [sys.executable, tool(name), *shlex.split(words), "--output", f"{name}.jsonl"], cwd=folder,
@@ -377,23 +343,6 @@ def test_files_and_ranges_of_training(trainer: Trainer) -> None:
 
 def test_rows_of_the_tools(tmp_path: Path) -> None:
     assert differences(golden("rows"), from_tools(tmp_path)) == []
-
-
-@pytest.mark.short
-def test_a_planted_difference_is_found() -> None:
-    before, now = golden("flags"), golden("flags")
-    now["--swap-new"] = {**now["--swap-layers"], "options": ["--swap-new"]}
-    assert changed_flags(before, now) == []
-    now["--swap-layers"]["default"] = "all"
-    del now["--swap-plan"]
-    assert changed_flags(before, now) == ["--swap-layers: default was 'none', is 'all'", "--swap-plan is gone"]
-    one = {"summary": keys({"a": 1, "layers": [{"layer": 0, "mlp/0": {"mib": 1}}, {"3": None}]})}
-    assert one == {"summary": ["a", "layers", "layers[].*", "layers[].*.mib", "layers[].layer"]}
-    other = {"summary": keys({"b": 1, "layers": [{"layer": 0, "mlp.linear_fc1/0": {"mib": 1}}]})}
-    assert differences(one, one) == []
-    assert differences(one, other) == ["summary: a is gone", "summary: b is new"]
-    assert general("copy_out layers.3/mlp.linear_fc1/0 mb0 134217728") == "copy_out layers.N/PATH/N mbN N"
-    assert general("swap_out layers.3 mb0 1.50 GiB") == general("swap_out layers.12 mb1 412 MiB")
 
 
 def write() -> None:

@@ -47,21 +47,11 @@ def test_a_run_is_traced_and_judged(tmp_path: Path):
     assert all(check["num_checked"] for check in findings["checks"].values())
     with gzip.open(tmp_path / "new" / "trace.perfetto.json.gz") as file:
         assert json.load(file)["traceEvents"]
-    before = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
-    again = profile(tmp_path / "new", "--swap-layers", "0-5", "--swap-memmory", "3")
-    assert again.returncode != 0
-    assert "holds what another run has found. Name another PROFILE_DIR" in again.stderr
-    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == before
 
 
-def test_settings_that_cannot_work_are_told_before_training(tmp_path: Path):
-    for settings, words in (
-        ({"PROFILER": "perf"}, "choose nsys or torch"),
-        ({"PROFILER": "nsys", "NSYS": "/nowhere", "PATH": os.environ["PATH"]}, "PROFILER=nsys, but"),
-        ({"PROFILE_STEPS": "1-2"}, "--swap-profile-steps 1-2"),
-    ):
-        done = profile(tmp_path, "--swap-layers", "0-5", **settings)
-        assert done.returncode != 0
-        assert words in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
-        assert not list(tmp_path.glob("rank-*"))
+def test_what_another_run_has_found_is_kept(tmp_path: Path):
+    (tmp_path / "findings.json").write_text("{}")
+    done = profile(tmp_path, "--swap-layers", "0-5")
+    assert done.returncode != 0
+    assert "holds what another run has found. Name another PROFILE_DIR" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["findings.json"]

@@ -16,17 +16,9 @@ import pytest
 from megatron.swap.common.types import GIB
 from megatron.swap.patches.registry import VERSIONS
 from tests import commands
-from tests.integration.harness import (
-    SWAP_SMALL,
-    Run,
-    Trainer,
-    Zygote,
-    assert_same_checkpoints,
-    assert_same_training,
-    recorded,
-)
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, Zygote, assert_same_training, recorded
 from tests.integration.rows import FULL, FUSED_LLAMA, MOE, PLANNING
-from tests.integration.test_gradient_fusion import FUSING, FUSION, NUM_ADDED, num_added
+from tests.integration.test_gradient_fusion import FUSION, SWAPS, assert_added_alike
 from tests.integration.versions import folder_of
 from tests.pages import DOCS
 
@@ -104,9 +96,7 @@ def test_equal_to_the_bit(trainer: Trainer, version: str, tmp_path: Path) -> Non
     planned = pair(trainer, PLANNING, f"--swap-memory-gib {budget_gib}")
     assert planned.summary["planning"]["stages"][-1]["stage"] == "stable"
     pair(trainer, "", "--swap-layers all", program=PROVIDER)
-    fused = [trainer.run(f"{FUSION} {swap}", program=FUSING) for swap in ("", f"{SWAP_SMALL} --swap-layers all")]
-    assert [num_added(run) for run in fused] == [{NUM_ADDED}] * 2
-    assert_same_checkpoints(*(run.directory / "checkpoint" for run in fused))
+    assert_added_alike(trainer, FUSION, SWAPS[:1])
     own = tmp_path / "own_pretrain.py"
     own.write_text(next(text for words, text in commands.fences(DOCS / "guide" / "start.md") if words == "python"))
     losses = {

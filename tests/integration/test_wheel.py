@@ -96,10 +96,7 @@ def test_the_public_names_beside_a_package_of_the_users(installed: Installed) ->
         "import megatron.swap.patches.registry\n"
         "from megatron import swap\n"
         "for name in swap.__all__: getattr(swap, name)\n"
-        "from megatron.swap.arguments import add_swap_args\n"
-        "from megatron.swap.session import SwapSession\n"
-        "from megatron.swap.prepare import prepare\n"
-        "from megatron.swap.attention import sdpa_layer_spec\n"
+        "from megatron.swap import arguments, attention, prepare, session, tensors, types\n"
         "print(swap.__file__)"
     )
     done = installed.run("python", "-c", program)
@@ -107,20 +104,14 @@ def test_the_public_names_beside_a_package_of_the_users(installed: Installed) ->
     assert Path(done.stdout.strip()).is_relative_to(installed.environment)
 
 
-def test_the_command_plans(installed: Installed) -> None:
+def test_the_command_plans_and_checks_the_environment(installed: Installed) -> None:
     flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
     words = ["--gpu", "h200", "--save", "plan.json", "--", *flags.split(), "--vocab-size", "256"]
-    done = installed.run("megatron-swap", "plan", *words)
-    assert done.returncode == 0, done.stderr
-    shown = installed.run("megatron-swap", "plan", "--show", "plan.json")
-    assert shown.returncode == 0, shown.stderr
-    assert "budget" in shown.stdout
-
-
-def test_the_command_checks_the_environment(installed: Installed) -> None:
-    done = installed.run("megatron-swap", "doctor")
-    assert done.returncode == 0, done.stderr
-    assert f"can train with {installed.environment}" in done.stdout
+    commands = (["plan", *words], ["plan", "--show", "plan.json"], ["doctor"])
+    done = [installed.run("megatron-swap", *command) for command in commands]
+    assert [one.returncode for one in done] == [0, 0, 0], [one.stderr for one in done]
+    assert "budget" in done[1].stdout
+    assert f"can train with {installed.environment}" in done[2].stdout
 
 
 def test_a_script_of_the_users_trains(installed: Installed) -> None:
