@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import machine
-from tests.pages import ROOT, pages, user_pages
+from tests.pages import DOCS, ROOT, pages, user_pages
 
 KINDS = ("", "gpu", "cluster")
 NOT_KINDS = ("", "sh", "shell", "console")
@@ -72,6 +72,12 @@ def blocks(page: Path) -> list[Block]:
         elif words is None and INLINE.match(text) and not TO_FILL_IN.search(text):
             found.append(Block(name, "", text))
     return found
+
+
+def guides_script() -> str:
+    """The script of the guide for a model of the reader's own."""
+    scripts = [text for words, text in fences(DOCS / "guide" / "start.md") if words == "python"]
+    return next(text for text in scripts if "pretrain(" in text)
 
 
 def of_kind(kind: str) -> list[Block]:

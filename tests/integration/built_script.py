@@ -81,30 +81,24 @@ class Case:
         settings: of ``install``.
         megatrons: bf16, Megatron's wrappers and its optimizer; else fp32 and torch's AdamW.
         distributed: Megatron's distributed optimizer.
-        tells: the loop calls ``step``; ``install`` does not know the optimizer.
         at: the step before which ``install`` is called.
-        closes_at: the step before which it is closed again; ``None``: at the end.
         of_fork: the model is a fork's.
         options: of the model's config.
         peeks: each micro-batch begins with a pass without gradients, as a reference model's.
-        micro_batches: of each step in turn.
         steps: number of steps.
     """
 
     settings: dict[str, Any]
     megatrons: bool = False
     distributed: bool = False
-    tells: bool = False
     at: int = 0
-    closes_at: int | None = None
     of_fork: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     peeks: bool = False
-    micro_batches: tuple[int, ...] = (2,)
     steps: int = 5
 
 
-TRAINING = ("megatrons", "distributed", "of_fork", "options", "peeks", "micro_batches", "steps")
+TRAINING = ("megatrons", "distributed", "of_fork", "options", "peeks", "steps")
 """The fields of a case that matter without swapping."""
 PLAIN: dict[str, dict[str, Any]] = {}
 """Runs without swapping. Cases that train alike share one."""
@@ -119,7 +113,6 @@ CASES = {
     "layers": Case(ALL),
     "recompute": Case({"layers": "0-3", "config": SMALL | {"recompute": ["norm", "activation"], "verify": True}}),
     "budget": Case(planned(0.0028), steps=14),
-    "told": Case(planned(0.0028), tells=True, steps=14),
     "loss": Case({"layers": "all", "config": SMALL | {"loss_chunks": 1}}, megatrons=True, peeks=True, at=1),
     "during training": Case(ALL, megatrons=True, at=2),
     "state": Case({"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True),
@@ -127,15 +120,11 @@ CASES = {
         {"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True, distributed=True, at=2
     ),
     "budget with state": Case(planned(0.003, optimizer="auto"), megatrons=True, distributed=True, steps=16),
-    "state, closed during training": Case(
-        {"layers": "all", "config": SMALL | {"optimizer": 1}}, megatrons=True, at=1, closes_at=3
-    ),
     "fork": Case(ALL, of_fork=True),
     "full recomputation": Case(ALL, options={
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
     }),
     "passes without gradients": Case(planned(0.0028), peeks=True, steps=14),
-    "changing micro-batches": Case(planned(0.0028), micro_batches=(2, 3, 1), steps=18),
 }  # fmt: skip
 
 
@@ -185,7 +174,7 @@ def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[in
         if case.megatrons:
             model.zero_grad_buffer()
         optimizer.zero_grad()
-        for _ in range(case.micro_batches[step % len(case.micro_batches)]):
+        for _ in range(2):
             drawn = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator).to(DEVICE)
             tokens, labels = drawn[:, :-1], drawn[:, 1:]
             batch = {"tokens": tokens, "positions": positions, "mask": mask, "labels": labels}
@@ -229,13 +218,8 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
         nonlocal swapped
         if not swaps:
             return
-        if swapped is not None and case.tells:
-            swapped.step()
-        if swapped is not None and step == case.closes_at:
-            swapped.close()
-            assert not swapped._undo
         if step == case.at:
-            swapped = swap.install(model, None if case.tells else optimizer, **case.settings)
+            swapped = swap.install(model, optimizer, **case.settings)
 
     losses = list(losses_of(case, model, optimizer, before))
     stats = None

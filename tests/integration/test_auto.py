@@ -17,7 +17,6 @@ from tests.integration.rows import FUSED_LLAMA, PLANNING
 from tests.integration.test_matrix import PEAK_WITHIN
 
 VARYING = Path(__file__).with_name("varying_script.py")
-FREEZING = Path(__file__).with_name("freezing_script.py")
 
 
 def budgeted(trainer: Trainer, flags: str, share: float, *, more: str = "") -> Run:
@@ -93,23 +92,6 @@ def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None
     assert len(found) == 2, refused.tail
     run = trainer.live(f"{flags} --swap-memory-gib {found[0]}", ranks=2)
     assert run.summary["planning"]["predicted_peak_gib"] <= float(found[0])
-
-
-def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(trainer: Trainer) -> None:
-    """The first trained layer's input needs no gradient. Recomputed from it, the layer's weights would get no
-    gradient."""
-    flags = f"--frozen-layers 3 {PLANNING}"
-    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)
-    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
-    flags += f" {SWAP_SMALL} --swap-memory-gib {budget_gib} --swap-save-profile profile.json"
-    run = trainer.run(f"{flags} {recorded('torch')}", program=FREEZING)
-    assert (run.summary["losses"], run.summary["grad_norms"]) == (plain.summary["losses"], plain.summary["grad_norms"])
-    assert stages(run) == ["profile", "search", "stable"]
-    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
-    profile = load_profile(run.directory / "profile.json")
-    sections = {layer: [part.name for part in entry.sections] for entry in profile.layers for layer in entry.layers}
-    part = "behind pre_mlp_layernorm/0"
-    assert sections == {3: [part], **{layer: [part, "layer"] for layer in range(4, 8)}}
 
 
 def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:

@@ -26,10 +26,8 @@ FEATURES = {
     "`swap.install`: recompute": ("recompute",),
     "`swap.install`: `loss_chunks`, one": ("loss",),
     "`swap.install`: Megatron's full recomputation": ("full recomputation",),
-    "`swap.install`: planner": ("budget", "told", "passes without gradients", "changing micro-batches"),
-    "`swap.install`: optimizer state": (
-        "state", "distributed state during training", "state, closed during training", "budget with state",
-    ),
+    "`swap.install`: planner": ("budget", "passes without gradients"),
+    "`swap.install`: optimizer state": ("state", "distributed state during training", "budget with state"),
 }  # fmt: skip
 """Features whose runs are equal to the bit with each version, and their cases in ``built_script.py``."""
 OF_OLDER = (
@@ -40,7 +38,7 @@ OF_OLDER = (
 ON_TWO_RANKS = ("during training", "distributed state during training", "budget with state")
 ON_GPU = (
     "layers", "recompute", "during training", "state", "fork", "distributed state during training",
-    "state, closed during training", "full recomputation",
+    "full recomputation",
 )  # fmt: skip
 """Cases without a budget: those of a few MiB mean nothing where CUDA's allocator hands out 2 MiB at a time."""
 TIMEOUT_S = 240

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.swap.common.types import GIB
 from megatron.swap.patches.registry import VERSIONS
-from tests import commands
+from tests.commands import guides_script
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, Zygote, assert_same_training, recorded
 from tests.integration.rows import FULL, FUSED_LLAMA, MOE, PLANNING
 from tests.integration.test_gradient_fusion import FUSION, SWAPS, assert_added_alike
@@ -98,7 +98,7 @@ def test_equal_to_the_bit(trainer: Trainer, version: str, tmp_path: Path) -> Non
     pair(trainer, "", "--swap-layers all", program=PROVIDER)
     assert_added_alike(trainer, FUSION, SWAPS[:1])
     own = tmp_path / "own_pretrain.py"
-    own.write_text(next(text for words, text in commands.fences(DOCS / "guide" / "start.md") if words == "python"))
+    own.write_text(guides_script())
     losses = {
         layers: re.findall(r"lm loss: (\S+)", trainer.run(f"--swap-layers {layers} {SWAP_SMALL}", program=own).output)
         for layers in ("none", "all")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import guides_script
 from tests.integration.harness import ROOT, SWAP_SMALL, arguments, environment
 from tests.unit.test_house import our_files
 
-USER_SCRIPT = Path(__file__).with_name("user_script.py")
 SHIPPED = ("megatron", "patches", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -71,7 +71,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (site / "heavy.pth").write_text("".join(f"{path}\n" for path in heavy))
     (folder / "patches").mkdir(parents=True)
     (folder / "patches" / "__init__.py").write_text("mine = True\n")
-    shutil.copy(USER_SCRIPT, folder)
+    (folder / "own_pretrain.py").write_text(guides_script())
     return Installed(wheel, base / "env", folder)
 
 
@@ -119,7 +119,7 @@ def test_a_script_of_the_users_trains(installed: Installed) -> None:
     losses = []
     for swapped in ("--swap-layers none", f"--swap-layers all {SWAP_SMALL}"):
         words = arguments(f"{swapped} --swap-summary summary.json")
-        done = installed.run("python", "user_script.py", *words, env=env)
+        done = installed.run("python", "own_pretrain.py", *words, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         summary = json.loads((installed.folder / "summary.json").read_text())
         losses.append(summary["losses"])
