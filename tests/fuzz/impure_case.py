@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import random
 import traceback
-from collections import UserDict, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,251 +28,77 @@ from megatron.swap.profiling.observer import Observer
 from tests.fuzz.records import Record, difference
 
 WIDTH, NUM_ROWS, NUM_LAYERS, NUM_STEPS = 64, 64, 5, 30
-GLOBALS: dict[int, int] = {}
+GLOBALS: Counter[int] = Counter()
+HOOKS: dict[int, Any] = {}
+"""By the addresses of layers, like ``GLOBALS``: what no attribute shows."""
 
 
-class Place:
-    """Where a layer has its state, a whole number. ``is_seen``: attributes and the context show it."""
-
-    is_seen = True
-
-    def __init__(self, layer: Impure) -> None:
-        self.layer = layer
-
-    def read(self) -> Any:
-        return 0
-
-    def change(self) -> object:
-        """Add 1 to the state."""
-
-    def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for the forward of the model, if the state is one."""
-        return contextlib.nullcontext()
-
-
-class Attribute(Place):
-    """An attribute of the layer: ``made`` is its first value, ``get`` reads it, ``add`` changes it."""
-
-    made: Callable[[], Any]
-    get: Callable[[Any], Any]
-    add: Callable[[Any], object]
-
-    def __init__(self, layer: Impure) -> None:
-        super().__init__(layer)
-        layer.state = type(self).made()
-
-    def read(self) -> Any:
-        return type(self).get(self.layer.state)
-
-    def change(self) -> object:
-        return type(self).add(self.layer.state)
-
-
-def attribute(
-    made: Callable[[], Any], get: Callable[[Any], Any], add: Callable[[Any], object], is_seen: bool = True
-) -> type[Place]:
-    members = {"made": staticmethod(made), "get": staticmethod(get), "add": staticmethod(add), "is_seen": is_seen}
-    return type("OneAttribute", (Attribute,), members)
-
-
-class Buffer(Place):
-    def __init__(self, layer: Impure) -> None:
-        super().__init__(layer)
-        layer.register_buffer("count", torch.zeros(()))
-
-    def read(self) -> Any:
-        return self.layer.count
-
-    def change(self) -> object:
-        return self.layer.count.add_(1)
-
-
-class Number(Place):
-    """Another object after each change."""
-
-    def __init__(self, layer: Impure) -> None:
-        super().__init__(layer)
-        layer.number = 1000
-
-    def read(self) -> Any:
-        return self.layer.number - 1000
-
-    def change(self) -> None:
-        self.layer.number += 1
-
-
-class OfClass(Place):
-    def __init__(self, layer: Impure) -> None:
-        super().__init__(layer)
-        layer.__class__ = type("Impure", (Impure,), {"count": 0})
-
-    def read(self) -> Any:
-        return type(self.layer).count
-
-    def change(self) -> None:
-        type(self.layer).count += 1
-
-
-class Global(Place):
-    is_seen = False
-
-    def read(self) -> Any:
-        return GLOBALS.get(id(self.layer), 0)
-
-    def change(self) -> None:
-        GLOBALS[id(self.layer)] = self.read() + 1
-
-
-class Closure(Place):
-    is_seen = False
-
-    def __init__(self, layer: Impure) -> None:
-        super().__init__(layer)
-        count = 0
-
-        def change() -> None:
-            nonlocal count
-            count += 1
-
-        self._change, self._read = change, lambda: count
-
-    def read(self) -> Any:
-        return self._read()
-
-    def change(self) -> None:
-        self._change()
-
-
-class Drawn(Place):
-    """An iterator: reading it changes it."""
-
-    is_seen = False
-
-    def __init__(self, layer: Impure) -> None:
-        super().__init__(layer)
-        layer.numbers = itertools.count()
-        self._last = 0
-
-    def read(self) -> Any:
-        return self._last
-
-    def change(self) -> None:
-        self._last = next(self.layer.numbers)
-
-
-class Generator(Place):
-    def __init__(self, layer: Impure) -> None:
-        super().__init__(layer)
-        layer.generator = torch.Generator().manual_seed(1)
-
-    def read(self) -> Any:
-        state = self.layer.generator.get_state()
-        value = torch.rand((), generator=self.layer.generator)
-        self.layer.generator.set_state(state)
-        return value
-
-    def change(self) -> None:
-        torch.rand((), generator=self.layer.generator)
-
-
-class Hook(Place):
-    """A forward hook that is there or not."""
-
-    handle: Any = None
-
-    def change(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
-        else:
-            self.handle = self.layer.up.register_forward_hook(lambda _, args, out: out * 1.5)
-
-
-class Patched(Place):
-    """A function of this module that is replaced."""
-
-    is_seen = False
-
-    def __init__(self, layer: Impure) -> None:
-        super().__init__(layer)
-        FUNCTIONS[id(layer)] = lambda: 0
-
-    def read(self) -> Any:
-        return FUNCTIONS[id(self.layer)]()
-
-    def change(self) -> None:
-        now = self.read() + 1
-        FUNCTIONS[id(self.layer)] = lambda: now
-
-
-FUNCTIONS: dict[int, Callable[[], int]] = {}
-
-
-class Rate(Place):
-    def change(self) -> None:
-        self.layer.dropout.p = 0.9 if self.layer.dropout.p < 0.5 else 0.1
-
-
-class Training(Place):
-    def change(self) -> None:
-        self.layer.train(not self.layer.training)
-
-
-class Bias(Place):
-    """A weight that no backward reads."""
-
-    def change(self) -> None:
-        with torch.no_grad():
-            self.layer.up.bias.add_(0.25)
-
-
-class Switches(Place):
-    """A context around the forward of the model."""
-
-    def around(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16)
-
-
-class BackwardAlone(Global):
-    """A backward reads it, and no forward does."""
-
-
-PLACES: dict[str, type[Place]] = {
-    "tensor": attribute(lambda: torch.zeros(()), lambda t: t, lambda t: t.add_(1)),
-    "data": attribute(lambda: torch.zeros(()), lambda t: t, lambda t: t.data.add_(1), False),
-    "array": attribute(lambda: np.zeros(1), lambda a: float(a[0]), lambda a: a.__iadd__(1)),
-    "list": attribute(lambda: [0], lambda x: x[0], lambda x: x.__setitem__(0, x[0] + 1)),
-    "dict": attribute(lambda: {"n": 0}, lambda x: x["n"], lambda x: x.update(n=x["n"] + 1)),
-    "nested": attribute(
-        lambda: ({"a": [{"n": 0}]},), lambda x: x[0]["a"][0]["n"],
-        lambda x: x[0]["a"][0].update(n=x[0]["a"][0]["n"] + 1),
-    ),
-    "deque": attribute(lambda: deque([0]), lambda x: x[-1], lambda x: x.append(x[-1] + 1)),
-    "set": attribute(set, len, lambda x: x.add(len(x))),
-    "object": attribute(lambda: Holder(), lambda x: x.count, lambda x: setattr(x, "count", x.count + 1)),
-    "namespace": attribute(
-        lambda: Holder(SimpleNamespace(n=0)), lambda x: x.count.n, lambda x: setattr(x.count, "n", x.count.n + 1)
-    ),
-    "slots": attribute(lambda: Slotted(), lambda x: x.count, lambda x: setattr(x, "count", x.count + 1)),
-    "user's dict": attribute(lambda: UserDict(n=0), lambda x: x["n"], lambda x: x.update(n=x["n"] + 1)),
-    "buffer": Buffer, "counter": Number, "class": OfClass, "generator": Generator,
-    "global": Global, "closure": Closure, "iterator": Drawn, "patched": Patched, "backward alone": BackwardAlone,
-    "hook": Hook, "rate": Rate, "training": Training, "bias": Bias, "switches": Switches,
-}  # fmt: skip
-BY_THE_LOOP = {"hook", "rate", "training", "bias", "switches"}
-"""What no layer changes itself."""
-
-
-class Slotted:
-    __slots__ = ("count",)
-
+class Holder:
     def __init__(self) -> None:
         self.count = 0
 
 
-class Holder:
-    def __init__(self, count: Any = 0) -> None:
-        self.count = count
+def peeked(generator: torch.Generator) -> torch.Tensor:
+    """Return what the generator would draw next."""
+    state = generator.get_state()
+    value = torch.rand((), generator=generator)
+    generator.set_state(state)
+    return value
+
+
+def add_one(items: Any, key: Any) -> None:
+    items[key] += 1
+
+
+def toggle_hook(layer: Impure) -> None:
+    """Add a forward hook, or remove it."""
+    if (handle := HOOKS.pop(id(layer), None)) is not None:
+        handle.remove()
+    else:
+        HOOKS[id(layer)] = layer.up.register_forward_hook(lambda _, args, out: out * 1.5)
+
+
+class Place(NamedTuple):
+    """Where a layer has its state, a whole number, and how it changes there.
+
+    Attributes:
+        made: the first value of the attribute ``state``.
+        read: reads it.
+        change: adds 1 to it.
+    """
+
+    made: Callable[[], Any] = lambda: None
+    read: Callable[[Impure], Any] = lambda layer: 0
+    change: Callable[[Impure], object] = lambda layer: None
+
+
+GLOBAL = Place(read=lambda layer: GLOBALS[id(layer)], change=lambda layer: add_one(GLOBALS, id(layer)))
+PLACES: dict[str, Place] = {
+    "tensor": Place(lambda: torch.zeros(()), lambda layer: layer.state, lambda layer: layer.state.add_(1)),
+    "buffer": Place(lambda: nn.Buffer(torch.zeros(())), lambda layer: layer.state, lambda layer: layer.state.add_(1)),
+    "array": Place(lambda: np.zeros(1), lambda layer: float(layer.state[0]), lambda layer: add_one(layer.state, 0)),
+    "nested": Place(
+        lambda: ({"a": [0]},), lambda layer: layer.state[0]["a"][0], lambda layer: add_one(layer.state[0]["a"], 0)
+    ),
+    "object": Place(Holder, lambda layer: layer.state.count, lambda layer: add_one(vars(layer.state), "count")),
+    "counter": Place(
+        lambda: 1000, lambda layer: layer.state - 1000, lambda layer: setattr(layer, "state", layer.state + 1)
+    ),
+    "generator": Place(
+        lambda: torch.Generator().manual_seed(1), lambda layer: peeked(layer.state),
+        lambda layer: torch.rand((), generator=layer.state),
+    ),
+    "global": GLOBAL,
+    "backward alone": GLOBAL,
+    "hook": Place(change=toggle_hook),
+    "rate": Place(change=lambda layer: setattr(layer.dropout, "p", 0.9 if layer.dropout.p < 0.5 else 0.1)),
+    "bias": Place(change=lambda layer: layer.up.bias.detach().add_(0.25)),
+    "switches": Place(),
+}  # fmt: skip
+UNSEEN = {"global", "backward alone"}
+"""What neither attributes nor the context show. A backward alone reads the second, and no forward does."""
+BY_THE_LOOP = {"hook", "rate", "bias", "switches"}
+"""What no layer changes itself. No backward reads a bias; the context around the forward of the model switches."""
 
 
 def scaled(hidden: torch.Tensor, state: Any) -> torch.Tensor:
@@ -328,19 +152,29 @@ class Run:
     """The state of one layer in one training run."""
 
     def __init__(self, case: Case, layer: Impure) -> None:
-        self.case, self.place = case, PLACES[case.place](layer)
+        self.case, self.layer, self.place = case, layer, PLACES[case.place]
         self.step = 0
+        layer.state = self.place.made()
         CASES[id(layer)] = self
-        GLOBALS.pop(id(layer), None)
+        for found in (GLOBALS, HOOKS):
+            found.pop(id(layer), None)
 
     def is_due(self) -> bool:
         return self.step >= self.case.first_step
 
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context for the forward of the model."""
+        switches = self.case.place == "switches" and self.is_due()
+        return torch.autocast("cpu", torch.bfloat16) if switches else contextlib.nullcontext()
+
+    def change(self) -> None:
+        self.place.change(self.layer)
+
     def impure(self, inner: torch.Tensor) -> torch.Tensor:
         if self.case.by_layer and self.is_due():
-            self.place.change()
-        state = self.place.read()
-        if isinstance(self.place, BackwardAlone):
+            self.change()
+        state = self.place.read(self.layer)
+        if self.case.place == "backward alone":
             # Made by an operator of the layer, so that a checkpoint makes it again.
             return ReadInBackward.apply(inner, inner.new_full((), 1.0 + state % 5))
         return EFFECTS[self.case.effect](inner, state)
@@ -363,7 +197,7 @@ class Case:
     @property
     def must_be_equal(self) -> bool:
         """Whether nothing is refused: a layer that changes what is seen from the start on never runs again."""
-        return PLACES[self.place].is_seen and self.by_layer and self.first_step == 0
+        return self.place not in UNSEEN and self.by_layer and self.first_step == 0
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
@@ -380,15 +214,15 @@ class Case:
                 for run in runs:
                     run.step = step
                 batch = torch.randn(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
-                with runs[0].place.around() if runs[0].is_due() else contextlib.nullcontext():
+                with runs[0].around():
                     loss = model(batch).float().square().mean()
                 for run in runs:
                     if not self.by_layer and run.is_due():
-                        run.place.change()
+                        run.change()
                 loss.backward()
                 for run in runs:
                     if not self.by_layer and run.is_due() and self.place in BY_THE_LOOP:
-                        run.place.change()
+                        run.change()
                 if self.reads_loss:
                     loss.item()
             optimizer.step()
@@ -399,7 +233,7 @@ class Case:
 def run_seed(seed: int) -> dict[str, Any]:
     """Return the row of a case."""
     case = Case(seed)
-    row: dict[str, Any] = {"case": vars(case), "features": [case.place, case.effect], "figures": {}}
+    row: dict[str, Any] = {"case": vars(case), "figures": {}}
     model, expected, found, observer = case.model(), Record(), Record(), Observer()
     twin = copy.deepcopy(model)
     override_forward(twin, _observed(twin, observer))

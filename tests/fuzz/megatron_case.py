@@ -50,15 +50,6 @@ class Case:
     scarcity: float = 0.0
     """Fraction of what the unswapped run's autograd holds that ``@MEMORY`` and ``@BUDGET`` lack."""
 
-    @property
-    def features(self) -> list[str]:
-        """What the case has, to be counted: every flag that the generator chose, and the rest."""
-        words = " ".join([self.model.removeprefix(BASE), *self.swaps]).split()
-        found = {word for word in words if word.startswith("--")}
-        for name in ("lengths", "with_mask", "stop_after"):
-            found |= {name} if getattr(self, name) else set()
-        return sorted(found | {f"spec {self.spec}"} | ({f"plan {self.plan}"} if self.plan else set()))
-
 
 def megatron_case(seed: int, num_ranks: int = 1) -> Case:
     """Make the case of a seed, for so many ranks."""

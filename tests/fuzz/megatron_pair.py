@@ -32,7 +32,6 @@ def run_case(world: World, case: Case) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         pair = _Pair(world, case, Path(world.gather(folder)[0]))
         row = pair.run()
-    row["features"] = case.features
     row["figures"] = pair.figures
     return row
 

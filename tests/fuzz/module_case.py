@@ -13,7 +13,6 @@ import gc
 import random
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -63,30 +62,9 @@ def attention(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return hidden + out.transpose(0, 1).reshape(-1, WIDTH)
 
 
-def expanded(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    mean = linear(hidden).mean(0, keepdim=True).expand_as(hidden)
-    return hidden * mean.exp().clamp(max=2)
-
-
-def gathered(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    out = linear(hidden)
-    order = out.detach().sum(1).argsort()
-    values, places = out.topk(4, dim=1)
-    return hidden.index_select(0, order) + torch.zeros_like(hidden).scatter(1, places, values.tanh())
-
-
 def complex_numbers(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     spectrum = torch.fft.rfft(linear(hidden))
     return hidden + torch.fft.irfft(spectrum * spectrum.conj().resolve_conj(), n=WIDTH).tanh()
-
-
-def double_precision(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    return hidden + (linear(hidden).double().cumsum(0) / 8).sin().to(hidden.dtype)
-
-
-def empty_parts(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    out = linear(hidden)
-    return hidden + torch.cat([out[:0].exp(), out.tanh(), out[:0].sin()]) + out.sum().sigmoid()
 
 
 def masked(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -134,12 +112,6 @@ def with_hooks(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return hidden + out * out
 
 
-def without_grad_inside(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        scale = linear(hidden).abs().mean().clamp(min=0.1)
-    return hidden + linear(hidden / scale).sigmoid()
-
-
 def many_outputs(linear: nn.Linear, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     out = linear(hidden)
     return hidden + out.tanh(), {"all": [(out, out.view(-1)[::3])], "count": 3}
@@ -174,11 +146,9 @@ def encoder_layer(choose: random.Random) -> nn.Module:
 
 LAYERS: dict[str, Layer] = {
     "mlp": of(mlp), "in place": of(in_place), "views": of(views, 3 * WIDTH), "attention": of(attention, 3 * WIDTH),
-    "expanded": of(expanded), "gathered": of(gathered), "complex": of(complex_numbers), "double": of(double_precision),
-    "empty": of(empty_parts), "masked": of(masked), "same twice": of(same_twice), "custom": of(custom_function),
+    "complex": of(complex_numbers), "masked": of(masked), "same twice": of(same_twice), "custom": of(custom_function),
     "checkpoint": of(functools.partial(in_checkpoint, False)),
-    "reentrant": of(functools.partial(in_checkpoint, True)),
-    "hooks": of(with_hooks), "no grad": of(without_grad_inside), "outputs": of(many_outputs),
+    "reentrant": of(functools.partial(in_checkpoint, True)), "hooks": of(with_hooks), "outputs": of(many_outputs),
     "gru": lambda _: Recurrent(), "conv": lambda _: Images(), "encoder": encoder_layer,
     "linear": lambda _: nn.Linear(WIDTH, WIDTH), "norm": lambda _: nn.LayerNorm(WIDTH),
 }  # fmt: skip
@@ -235,12 +205,6 @@ def several_forwards(model: Model, batch: torch.Tensor, choose: random.Random) -
     return losses
 
 
-def one_backward(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
-    loss = loss_of(model(batch)) + loss_of(model(batch * 0.5))
-    loss.backward()
-    return loss
-
-
 def retained(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
     loss = loss_of(model(batch))
     for _ in range(choose.randint(1, 2)):
@@ -273,15 +237,6 @@ def evaluated(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
     with torch.no_grad():
         other = loss_of(model(batch))  # in train mode: batch norm's statistics change
     return seen, other, plain(model, batch, choose)
-
-
-def evaluated_between(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
-    loss = loss_of(model(batch))
-    with torch.no_grad():
-        other = loss_of(model(batch * 2))
-    if not any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
-        loss.backward()
-    return loss, other
 
 
 def thrown_away(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
@@ -335,19 +290,11 @@ def mixed_precision(model: Model, batch: torch.Tensor, choose: random.Random) ->
     return loss
 
 
-def in_a_thread(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
-    with ThreadPoolExecutor(1) as threads:
-        loss = loss_of(model(batch))
-        threads.submit(loss.backward).result()
-    return loss
-
-
 STEPS: dict[str, Run] = {
     run.__name__: run
     for run in (
-        plain, plain, plain, input_gradient, several_forwards, one_backward, retained, double_backward, evaluated,
-        part_of_the_graph, evaluated_between, thrown_away, failing_forward, failing_backward, changed_in_place,
-        mixed_precision, in_a_thread,
+        plain, input_gradient, several_forwards, retained, double_backward, evaluated, part_of_the_graph, thrown_away,
+        failing_forward, failing_backward, changed_in_place, mixed_precision,
     )
 }  # fmt: skip
 
@@ -420,7 +367,7 @@ class Case:
 def run_seed(seed: int) -> dict[str, Any]:
     """Return the row of a case."""
     case = Case(seed)
-    row: dict[str, Any] = {"case": vars(case), "features": [*case.names, *case.steps], "figures": {}}
+    row: dict[str, Any] = {"case": vars(case), "figures": {}}
     model = case.model()
     twin = copy.deepcopy(model)
     try:

@@ -1,4 +1,4 @@
-"""What many cases come to: outcomes, what was used and how often, and upstream's errors."""
+"""What many cases come to: outcomes, what they did and how often, and upstream's errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def counts(rows: list[Row]) -> dict[str, Any]:
             what: number for figure, what in DID.items()
             if (number := sum(bool(row["figures"].get(figure)) for row in compared))
         },
-        "features": dict(sorted(Counter(name for row in compared for name in row.get("features", ())).items())),
         "skipped": dict(Counter(shortened(row) for row in rows if row["outcome"] == "skipped").most_common()),
         "seconds": round(sum(row.get("seconds", 0) for row in rows)),
     }  # fmt: skip
