@@ -6,7 +6,6 @@
     python -m tests.fuzz --count 1000 --rows FILE.jsonl             a thousand; goes on where FILE ends
     python -m tests.fuzz --ranks 2 --count 100 --rows FILE.jsonl    over gloo
     python -m tests.fuzz --kind modules --count 1000 --rows FILE    swap.activations
-    python -m tests.fuzz --kind impure --count 1000 --rows FILE     layers that are no pure functions, with a budget
     python -m tests.fuzz --fault NAME --count 50                    with a defect planted, until a case finds it
     python -m tests.fuzz --result docs/results/fuzz.json --rows FILE …   the result file from rows
 """
@@ -27,7 +26,7 @@ from tests.integration.harness import Zygote
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("--kind", choices=("megatron", "modules", "impure"), default="megatron")
+    parser.add_argument("--kind", choices=("megatron", "modules"), default="megatron")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a case, over gloo")
     parser.add_argument("--seed", type=int, help="run this case alone, and print all that is known of it")
     parser.add_argument("--first", type=int, default=0, help="first seed of a run")

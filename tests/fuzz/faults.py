@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.handle import Alias
-from megatron.swap.engine.layer_state import LayerState
-from megatron.swap.engine.recomputed_run import CheckedRun
-from megatron.swap.engine.run_snapshot import RunSnapshot
 
 
 class _NoTime:
@@ -26,26 +23,4 @@ def late_writes_unseen() -> None:
     Alias.counts_with = lambda *_: True  # type: ignore[method-assign,assignment]
 
 
-def no_snapshot() -> None:
-    """What a layer reads is never found to have changed."""
-    LayerState.changes = lambda *_: []  # type: ignore[method-assign,assignment,return-value]
-    RunSnapshot.is_unchanged = lambda *_: True  # type: ignore[method-assign,assignment,return-value]
-
-
-def no_checksum() -> None:
-    """Nothing that a layer computes again is compared."""
-    CheckedRun._compare = lambda *_: None  # type: ignore[method-assign,assignment,return-value]
-
-
-PLANTED: dict[str, Callable[[], None]] = {
-    fault.__name__: fault for fault in (uses_before_arrival, late_writes_unseen, no_snapshot, no_checksum)
-}
-
-
-def plant(name: str) -> None:
-    """Plant a defect in this process.
-
-    Raises:
-        KeyError: there is none of that name.
-    """
-    PLANTED[name]()
+PLANTED: dict[str, Callable[[], None]] = {fault.__name__: fault for fault in (uses_before_arrival, late_writes_unseen)}

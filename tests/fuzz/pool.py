@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.integration.harness import Zygote
 
-WORST = ("different", "failed", "died", "hung", "skipped", "refused", "equal")
+WORST = ("different", "failed", "died", "hung", "skipped", "equal")
 """Outcomes of ranks; that of a case is the first of these that any rank has."""
 BAD = frozenset(WORST[:4])
 

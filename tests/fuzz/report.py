@@ -18,10 +18,7 @@ DID = {
 """Figure → what a case did in which it is not 0."""
 
 
-KINDS = {
-    "megatron": "random Megatron models", "modules": "swap.activations on random modules",
-    "impure": "layers that are no pure functions, within a budget",
-}  # fmt: skip
+KINDS = {"megatron": "random Megatron models", "modules": "swap.activations on random modules"}
 MOVES = ("reloaded_bytes", "recomputed_bytes", "rescues", "optimizer_bytes")
 """Figures of which one is not 0 wherever anything was offloaded and brought back, or recomputed."""
 
