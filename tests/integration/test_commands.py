@@ -25,11 +25,9 @@ from tests.unit.test_house import NOT_OURS
 
 FIRST = "bash examples/pretrain_gpt_swap.sh --swap-layers 0-23"
 """``test_examples.test_the_first_command`` runs it, and reads what it prints."""
-TRACED = "PROFILER=torch PROFILE_STEPS=3 bash tools/profile.sh --swap-layers 0-3"
-"""``test_profile`` runs it, with a smaller model."""
 EXAMPLES = tuple(f"PYTHONPATH=. .venv/bin/python examples/{name}.py" for name in ("swap_hugging_face", "swap_cnn"))
 """``test_examples`` runs them, and reads what they print."""
-OTHERS = (FIRST, TRACED, *EXAMPLES)
+OTHERS = (FIRST, *EXAMPLES)
 """Lines that other tests run."""
 LEFT_OUT = re.compile(
     r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install|"

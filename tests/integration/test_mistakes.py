@@ -1,20 +1,17 @@
 """Plausible mistakes: each ends with an error of a few lines that says what was given and what to do instead.
 
-A table for each program. A new mistake is a new line: what is typed, and words that its message must have.
+A new mistake is a new line: what is typed, and words that its message must have.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.suites import command as bench
-from benchmarks.sweeps import command as sweep
-from megatron.swap.cli import main as cli
 from tests.integration.harness import CHECKED, PROGRAM, ROOT, Trainer
 from tests.integration.rows import BOTH, FULL, KINDS, MLA, SELECTIVE
 
@@ -173,40 +170,6 @@ def test_an_own_script_that_asks_for_no_swapping_trains(trainer: Trainer, tmp_pa
     assert "iteration        3/" in run.output
 
 
-# --------------------------------------------------------------------------------------------- other programs
-
-PLAN: list[tuple[str, Words]] = [
-    ("plam", ["'plam'", "'plan', 'doctor'"]),
-    ("plan --gpu h200 --memory-gb 80", ["--memory-gb is not a flag", "nearest is --memory-gib"]),
-    ("plan --gpu h200 --num-layers 4", ["--num-layers is a training flag", "go behind --", "h100 -- --num-layers"]),
-    ("plan --gpu h300 -- --num-layers 4", ["--gpu h300", "h200, h100"]),
-]
-BENCH: list[tuple[str, Words]] = [
-    ("--suite quik", ["--suite quik", "h200-dense", "quick"]),
-    ("--suite quick --method ours", ["--method ours", "none, full-recompute"]),
-    ("--suite quick --output /proc/x/rows.jsonl", ["--output /proc/x/rows.jsonl", "cannot be written", "another file"]),
-]
-SWEEP: list[tuple[str, Words]] = [
-    ("--sweep h200-depth --dry-run --gpu h2000", ["--gpu h2000", "h200, h100"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("main", "command", "words"),
-    [pytest.param(main, *mistake, id=f"{main.__module__.split('.')[1]} {mistake[0][:60]}")
-     for main, mistakes in ((cli.main, PLAN), (bench.main, BENCH), (sweep.main, SWEEP)) for mistake in mistakes],
-)  # fmt: skip
-def test_of_another_program(
-    main: Callable[[list[str]], int], command: str, words: Words, capfd: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code: object = main(command.split())
-    except SystemExit as stop:
-        code = stop.code
-    assert code in (1, 2)
-    assert_told(capfd.readouterr().err, words)
-
-
 @pytest.mark.parametrize(
     ("env", "flags", "words"),
     [
@@ -223,9 +186,6 @@ def test_of_the_example(env: str, flags: str, words: Words, tmp_path: Path) -> N
     )  # fmt: skip
     assert done.returncode in (1, 2)
     assert_told(done.stdout + done.stderr, words)
-
-
-# ---------------------------------------------------------------------------------------------------- --help
 
 
 @pytest.mark.short

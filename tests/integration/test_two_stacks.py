@@ -19,9 +19,5 @@ def test_it_trains_swapped_to_the_bit(trainer: Trainer) -> None:
 
 def test_a_plan_for_it_is_refused_before_training(trainer: Trainer) -> None:
     run = trainer.failing(f"{SHAPE} --swap-memory-gib 1 {SWAP_SMALL}", program=TWO_STACKS)
-    assert run.error == (
-        "--swap-memory-gib, --swap-memory-fraction and --swap-policy auto plan one stack of layers, and this model has "
-        "2: encoder (layers 0-3), decoder (layers 0-3). Choose the layers instead: --swap-layers all, or numbers, "
-        "which count in each stack."
-    )
+    assert "plan one stack of layers, and this model has 2: encoder (layers 0-3), decoder (layers 0-3)" in run.error
     assert "iteration        1/" not in run.output
