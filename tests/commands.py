@@ -63,7 +63,6 @@ def fences(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of commands of a page, and the commands in its sentences, in order."""
     name = str(page.relative_to(ROOT))
     found = []
     for words, text in code(page):
@@ -75,13 +74,11 @@ def blocks(page: Path) -> list[Block]:
 
 
 def guides_script() -> str:
-    """The script of the guide for a model of the reader's own."""
     scripts = [text for words, text in fences(DOCS / "guide" / "start.md") if words == "python"]
     return next(text for text in scripts if "pretrain(" in text)
 
 
 def of_kind(kind: str) -> list[Block]:
-    """All blocks of this kind in the pages that users read."""
     return [block for page in user_pages() for block in blocks(page) if block.kind == kind]
 
 
@@ -101,7 +98,6 @@ def missing_results() -> list[str]:
 
 
 def results_of(wanted: list[Block]) -> dict[str, object]:
-    """Run the blocks here, one after the other, and return what a result file says of them."""
     runs = []
     for block in wanted:
         print(f"$ {block.script}", flush=True)

@@ -141,7 +141,6 @@ def _equal(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 
 
 def train(model: Model, step: Step = one_batch, num_steps: int = 3, after: Callable[[], Any] = lambda: None) -> Trained:
-    """Train ``model``. ``after`` is called after each step."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.02)
     losses: list[torch.Tensor] = []

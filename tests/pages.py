@@ -30,7 +30,6 @@ HISTORY = {"CHANGELOG.md", "appendix.md", "log.md", "results.md"}
 
 
 def pages() -> list[Path]:
-    """All pages."""
     folders = (DOCS, DOCS / "guide", REFERENCE, DOCS / "benchmarks", DOCS / "dev")
     return [ROOT / "README.md", *filter(Path.exists, [ROOT / "CHANGELOG.md"]),
             *(page for folder in folders for page in sorted(folder.glob("*.md")))]  # fmt: skip
@@ -61,7 +60,6 @@ MiB are powers of two, and limits are per rank. Without these flags, Megatron Sw
 
 
 def flags_page() -> str:
-    """The page of flags: a table for each group of the parser."""
     parser = add_swap_flags(argparse.ArgumentParser(add_help=False))
     formatter = argparse.HelpFormatter("")
     lines = [FLAGS_HEAD]
@@ -88,7 +86,6 @@ def parts_of(text: str) -> tuple[str, str, str]:
 
 
 def metavar_of(action: argparse.Action) -> str:
-    """What a value looks like behind the flag, with a space before."""
     if action.nargs == 0:
         return ""
     name = "|".join(action.choices) if action.choices else str(action.metavar)
@@ -149,7 +146,6 @@ def without_patches_table(text: str) -> str:
 
 
 def patches_page() -> str:
-    """The page of patches with its table renewed; the rest is written by hand."""
     before, rest = re.split(r"<!-- patches: .*?-->\n", PATCHES.read_text())
     after = rest.split("<!-- end of patches -->")[1]
     return f"{before}<!-- patches: made by `python -m tests.pages` -->\n{patches_table()}<!-- end of patches -->{after}"

@@ -56,7 +56,6 @@ def log_to(path: str) -> None:
 
 
 def child(request: dict[str, Any], env: dict[str, str]) -> int:
-    """Run one rank as the interpreter runs a script, up to its exit code."""
     os.environ.update(env)
     os.chdir(request["cwd"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -98,7 +97,6 @@ def forked(function: Any) -> int:
 
 
 def kill(pid: int) -> None:
-    """Kill a rank and all processes that it has started, such as those that write checkpoints."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

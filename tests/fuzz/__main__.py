@@ -67,7 +67,6 @@ def many(pool: Pool, asked: argparse.Namespace) -> int:
 
 
 def described(row: dict[str, Any]) -> str:
-    """Return the case of a row in words, its outcome, the first difference, and how to run it again."""
     lines = [f"{row['kind']}, {row['ranks']} rank(s), seed {row['seed']}: {row['outcome']}"]
     lines += [str(row[key]) for key in ("error", "trace") if row.get(key)]
     lines.append("case: " + json.dumps(row.get("case") or case_of(row), indent=1, default=str))
@@ -77,7 +76,6 @@ def described(row: dict[str, Any]) -> str:
 
 
 def case_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the case of a row whose process did not live to describe it."""
     if row["kind"] != "megatron":
         return {}
     from tests.fuzz.megatron_case import megatron_case
@@ -86,7 +84,6 @@ def case_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(paths: list[Path | None] | None) -> list[dict[str, Any]]:
-    """Return the rows of files; a file that is not there has none."""
     texts = [path.read_text() for path in paths or () if path is not None and path.exists()]
     return [json.loads(line) for text in texts for line in text.splitlines()]
 

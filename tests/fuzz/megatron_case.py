@@ -52,7 +52,6 @@ class Case:
 
 
 def megatron_case(seed: int, num_ranks: int = 1) -> Case:
-    """Make the case of a seed, for so many ranks."""
     return _Generator(seed, num_ranks).case()
 
 
@@ -70,7 +69,6 @@ class _Generator:
         return sorted(self._random.sample(choices, number), key=choices.index)
 
     def _add(self, *flags: str) -> None:
-        """Add one of ``flags``, all equally likely."""
         self._flags.append(self._random.choice(flags))
 
     def _maybe(self, probability: float, *flags: str) -> bool:
@@ -374,7 +372,6 @@ class _Generator:
         return " ".join([*self._common(), *self._state_and_disk(), f"--swap-plan {PLAN}"])
 
     def _guarded(self) -> str:
-        """Return flags of the guard. The device lacks a part of the memory that the unswapped run needs."""
         flags = [*self._common(), "--swap-host-gib 0.25 --swap-oom-guard --swap-cpu-memory-gib", MEMORY]
         flags.append(f"--swap-layers {self._random.choice(['none', self._layers()])}")
         return " ".join(flags)

@@ -61,8 +61,6 @@ class Data:
 
 @dataclass
 class Trained:
-    """A training run: its results, and what the session moved."""
-
     record: Record = field(default_factory=Record)
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -111,7 +109,6 @@ class World:
 
     @contextlib.contextmanager
     def process_group(self) -> Iterator[None]:
-        """Return a context with new process groups, which ends with all of Megatron's global state."""
         self._number += 1
         store = torch.distributed.PrefixStore(f"run {self._number}", self._store)
         torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.num_ranks)
@@ -169,7 +166,6 @@ def train(world: World, flags: str, data: Data, *, spec: str = "sdpa") -> Traine
 
 
 def run_program(world: World, argv: list[str]) -> Record:
-    """Run ``pretrain_gpt_swap.py`` with these flags, and return digests of its results."""
     trained = Trained(Record(digests=True))
     sys.argv = ["pretrain_gpt_swap.py", *argv]
     with _trainer(world, trained) as sessions:
@@ -273,7 +269,6 @@ def _recorded(trained: Trained, sessions: list[SwapSession]) -> Iterator[None]:
 
 
 def figures_of(session: SwapSession) -> dict[str, float]:
-    """Return what a session has moved so far."""
     report = report_of(session.step_log.records, session.run_device, session.parts, session.optimizer_swap)
     moved = [step.moved for step in report.steps]
     return {

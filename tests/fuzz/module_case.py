@@ -30,8 +30,6 @@ Layer = Callable[[random.Random], nn.Module]
 
 
 class Lambda(nn.Module):
-    """A layer around one linear: ``function(linear, hidden)``."""
-
     def __init__(self, function: Callable[[nn.Linear, torch.Tensor], Any], out: int = WIDTH) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(WIDTH, out), function
@@ -300,8 +298,6 @@ STEPS: dict[str, Run] = {
 
 
 class Case:
-    """A model, a loop, and options of ``swap.activations``."""
-
     def __init__(self, seed: int) -> None:
         choose = random.Random(f"modules {seed}")
         self.seed = seed
@@ -365,7 +361,6 @@ class Case:
 
 
 def run_seed(seed: int) -> dict[str, Any]:
-    """Return the row of a case."""
     case = Case(seed)
     row: dict[str, Any] = {"case": vars(case), "figures": {}}
     model = case.model()

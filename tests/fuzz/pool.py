@@ -39,7 +39,6 @@ class Pool:
         self._folder.cleanup()
 
     def run(self, seed: int) -> dict[str, Any]:
-        """Return the row of a case, with the figures of all ranks added up."""
         log = Path(self._folder.name) / "log"
         log.write_text("")
         rows = self._zygote.ask(self._world, {"seed": seed, "log": str(log)}, timeout_s=self._timeout_s)

@@ -42,7 +42,6 @@ def ranges(numbers: list[int]) -> str:
 
 
 def counts(rows: list[Row]) -> dict[str, Any]:
-    """Return the counts of rows of one kind and number of ranks."""
     compared = [row for row in rows if row["outcome"] == "equal"]
     return {
         "seeds": ranges(sorted({row["seed"] for row in rows})),
@@ -59,7 +58,6 @@ def counts(rows: list[Row]) -> dict[str, Any]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the counts as text."""
     if not rows:
         return "no case was run"
     found = counts(rows)
@@ -70,7 +68,6 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Return the contents of the result file."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         what = KINDS[row["kind"]]

@@ -59,8 +59,6 @@ Install = Callable[[nn.Module, Any], swap.Run]
 
 
 class RenamedLayer(TransformerLayer):
-    """A fork's layer: another name, and a forward of its own."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, context = super().forward(*args, **kwargs)
         return hidden * 1.01, context
@@ -160,12 +158,10 @@ def optimizer_of(case: Case, model: nn.Module) -> Any:
 
 
 def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizers in a chained optimizer of Megatron's, or torch's itself."""
     return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [])] or [optimizer]
 
 
 def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[int], None]) -> Iterator[float]:
-    """Train, and yield every loss and gradient norm."""
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     positions = torch.arange(SEQUENCE, device=DEVICE)[None].expand(2, -1)
     mask = torch.ones(SEQUENCE, SEQUENCE, device=DEVICE).triu(1).bool()[None, None]
@@ -209,7 +205,6 @@ def digest_of(losses: list[float], model: nn.Module, optimizer: Any) -> str:
 
 
 def run(case: Case, *, swaps: bool) -> dict[str, Any]:
-    """Train and return what came out."""
     model = model_of(case)
     optimizer = optimizer_of(case, model)
     swapped: swap.Run | None = None
@@ -239,7 +234,6 @@ def unswapped(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the cases that the command line names."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
     parallel_state.initialize_model_parallel()

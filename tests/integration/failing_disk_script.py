@@ -31,7 +31,6 @@ if __name__ == "__main__":
         return get_batch(*arguments)
 
     def happens(kind: str, error: int) -> None:
-        """Fail if calls of this kind do, or be slow."""
         global num_slow
         if num_batches >= most and what == f"--{kind}-fail-behind":
             raise OSError(error, os.strerror(error))

@@ -19,8 +19,6 @@ if __name__ == "__main__":
     from megatron.swap.trainer import inputs
 
     class PackedAttention(attention.SdpaCoreAttention):
-        """Causal attention within each document: [tokens, heads, channels]."""
-
         def forward(  # type: ignore[override]
             self,
             query: torch.Tensor,

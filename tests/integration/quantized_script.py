@@ -84,7 +84,6 @@ def model_of(recipe: str) -> nn.Module:
 
 
 def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
-    """Train without swapping, or with the ``settings`` of ``install``."""
     if recipe != "none":
         upstream()[0].reset()  # it knows the scales of earlier runs' layers, and goes on with them
     model = model_of(recipe)
@@ -107,7 +106,6 @@ def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def runs_of(recipe: str, folder: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield the runs of a recipe: names, and settings of ``install``."""
     saved, whole = folder / f"{recipe}.json", folder / f"{recipe}-whole.json"
     kinds = ["norm", "activation"]
     if recipe != "none":
@@ -128,7 +126,6 @@ def runs_of(recipe: str, folder: Path) -> Iterator[tuple[str, dict[str, Any] | N
 
 
 def main() -> None:
-    """Run the recipes that the command line names."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
     parallel_state.initialize_model_parallel()

@@ -132,7 +132,6 @@ class Row:
 
     @property
     def training(self) -> str:
-        """All flags of the run without swapping."""
         steps = PLANNING_STATE if "--swap-optimizer" in self.swap else PLANNING
         limit = "--swap-cpu-memory-gib 4" if self.lacks else ""
         shape = f"{DEEP} {steps}" if self.budget else "--num-layers 4"
@@ -140,7 +139,6 @@ class Row:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of hidden states as the model computes them."""
         return HIDDEN_BYTES // 2 if "--bf16" in self.flags or "--fp16" in self.flags else HIDDEN_BYTES
 
     @property
@@ -151,7 +149,6 @@ class Row:
 
     @property
     def words(self) -> str:
-        """The flags that it is evidence for."""
         more = {"--swap-memory-gib 1": self.budget, "--swap-plan plan.json": self.plan, "--swap-oom-guard": self.lacks}
         return " ".join([self.flags, self.swap, *filter(more.get, more)])
 
@@ -293,8 +290,10 @@ ROWS: dict[str, Row] = {
     "budget-dp2": Row("", "", budget=0.7, ranks=2),
     "budget-tp2": Row(TENSOR, "", budget=0.7, ranks=2),
     "budget-pp2-vpp": Row(f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 2", "", budget=0.7, ranks=2),
-    **{f"budget-{layout}": Row(f"{PIPELINE} --pipeline-model-parallel-layout '{layout}' {more}", "", budget=0.7, ranks=2)
-       for layout, more in (("Et*8|mL", "--mtp-num-layers 1"), ("Et*3|t*3|t*2|L", ""))},
+    "budget-layout": Row(f"{PIPELINE} --pipeline-model-parallel-layout 'Et*8|mL' --mtp-num-layers 1", "", budget=0.7,
+        ranks=2),
+    "budget-layout-in-chunks": Row(f"{PIPELINE} --pipeline-model-parallel-layout 'Et*3|t*3|t*2|L'", "", budget=0.7,
+        ranks=2),
     "budget-and-state-dp2": Row(f"{BF16} {DISTRIBUTED}", AUTO, budget=0.3, least_state=0.5, ranks=2),
     "budget-tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", AUTO_AT_ONCE, budget=0.45, ranks=4),
     "budget-pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", AUTO_AT_ONCE,
@@ -307,3 +306,29 @@ ROWS: dict[str, Row] = {
     "guard-pp2": Row(PIPELINE, "--swap-layers none", lacks=0.5, ranks=2),
     "guard-tp2": Row(TENSOR, "--swap-layers 0", lacks=0.5, ranks=2),
 }  # fmt: skip
+
+PACKED = "--dataloader-inter-document-masking"
+VPP = f"{INTERLEAVED} --micro-batch-size 1"
+OF_DOCUMENTS = {
+    "all-kinds": (FUSED_LLAMA, f"{ALL} {EVERY_KIND} --swap-verify", 1),
+    "pp2-vpp2": (VPP, f"{ALL} {EVERY_KIND}", 2),  # two of four stages read no tokens
+    "full": (f"{FULL} uniform", ALL, 1),
+}
+"""Runs of ``test_packed.py``, with packed documents: flags of Megatron, ours, and ranks."""
+WITH_HOOKS = (
+    ("--overlap-grad-reduce", 1), ("--overlap-grad-reduce --use-distributed-optimizer --global-batch-size 8", 2),
+)  # fmt: skip
+"""Runs of ``test_gradient_fusion.py``: flags of Megatron, and ranks."""
+FUSED_SWAPS = (ALL, f"--swap-layers 0-3 {KINDS}")
+ALSO_COMPARED = (
+    *((f"{flags} {swap} {PACKED}", ranks) for flags, swap, ranks in OF_DOCUMENTS.values()),
+    (f"{PACKED} --swap-memory-gib 1", 1),
+    *((f"--bf16 {flags} {swap}", ranks) for flags, ranks in WITH_HOOKS for swap in FUSED_SWAPS),
+)
+"""Tests beside the matrix that count for docs/reference/support.md: flags and ranks."""
+UPSTREAM_CANNOT = (
+    ("--tensor-model-parallel-size 2 --sequence-parallel", 2, "sequence parallel not supported by torch LayerNorm"),
+    ("--context-parallel-size 2", 2, "the local spec's attention does not support it"),
+    (f"{SELECTIVE} layernorm", 1, "FP8GlobalStateManager"),
+)
+"""Flags of Megatron that need TransformerEngine, swapping or not: ranks, and what it says."""

@@ -47,7 +47,6 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="its cases a
 
 
 def rows_of(version: str, cases: tuple[str, ...], num_ranks: int = 1) -> list[dict[str, Any]]:
-    """Run ``cases`` with a version of Megatron, and return what the script prints."""
     port = free_port()
     folder = folder_of(version)
     path = os.environ.get("PYTHONPATH", "") if folder is None else str(folder)

@@ -51,7 +51,6 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first training command of a copy would make."""
     folder = tmp_path_factory.mktemp("corpus")
     subprocess.run([sys.executable, "tools/prepare_stdlib_corpus.py", "--folder", folder], cwd=ROOT, check=True)
     return folder
@@ -83,7 +82,6 @@ def start(script: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
 
 
 def run(scripts: Sequence[str], folder: Path) -> None:
-    """Run the scripts at the same time; all must end well."""
     logs = [folder.parent / f"log-{number}" for number in range(len(scripts))]
     started = [start(script, folder, log) for script, log in zip(scripts, logs, strict=True)]
     try:

@@ -14,7 +14,6 @@ from tests.integration.harness import CHECKED, ROOT
 
 
 def output_of(example: str, folder: Path) -> str:
-    """Return the output of an example, run in an empty folder without access to Hugging Face's hub."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / example)],

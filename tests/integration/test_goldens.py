@@ -65,7 +65,6 @@ CONSTRUCTED = ("TensorSwap",)
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """Return each of our flags by its first name: its names, its type and its default."""
     found = {}
     for action in parser._actions:
         names = [name for name in action.option_strings if name.startswith("--swap-")]
@@ -83,7 +82,6 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
 def taken(
     parser: argparse.ArgumentParser, name: str, nargs: int | str | None, choices: Iterable[Any] | None
 ) -> str:
-    """Return the type of the value that the flag sets."""
     words = [] if nargs == 0 else [str(next(iter(choices)))] if choices else ["7"]
     before, after = vars(parser.parse_args([])), vars(parser.parse_args([name, *words]))
     changed = [after[key] for key in after if key.startswith("swap_") and after[key] != before.get(key)]
@@ -137,7 +135,6 @@ def imports() -> list[str]:
 
 
 def said_by(command: list[str]) -> str:
-    """Return the output of a Python program."""
     done = subprocess.run([sys.executable, *command], env=quiet(), capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
@@ -148,7 +145,6 @@ def tool(name: str) -> str:
 
 
 def lists(main: Callable[[list[str]], int], option: str, ours: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the list that the program prints for each definition."""
     for one in ours:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             assert main([option, one, "--list"]) == 0
@@ -249,7 +245,6 @@ def from_training(trainer: Trainer) -> dict[str, Any]:
 
 
 def quiet() -> dict[str, str]:
-    """Return the environment of a tool without a GPU."""
     ours = environment(0, 1, 0)
     names = ("PYTHONPATH", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES")
     return {**os.environ, **{name: ours[name] for name in names}, "SWAP_COMMIT": "c0ffee"}
@@ -303,7 +298,6 @@ def changed_flags(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def gone(before: Any, now: Any, path: str = "") -> list[str]:
-    """Return the missing keys of dictionaries and items of lists."""
     if isinstance(before, dict):
         problems = [f"{path}{key} is gone" for key in before if key not in now]
         kept = [key for key in before if key in now]
@@ -314,7 +308,6 @@ def gone(before: Any, now: Any, path: str = "") -> list[str]:
 
 
 def differences(before: Any, now: Any) -> list[str]:
-    """Return what is missing and what is new."""
     return gone(before, now) + [line.removesuffix("is gone") + "is new" for line in gone(now, before)]
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.integration.harness import SAVE, SWAP_SMALL, Trainer, assert_same_checkpoints, recorded
+from tests.integration.rows import FUSED_SWAPS, WITH_HOOKS
 
 FUSING = Path(__file__).with_name("fusing_script.py")
 DEFAULT = "^--no-gradient-accumulation-fusion"
 FUSION = f"{DEFAULT} --bf16 {SAVE['torch'].format('checkpoint')}"
 NUM_ADDED = 3 * 2 * (8 * 4 + 1)
 """Number of additions: steps, times micro-batches, times linear layers."""
-SWAPS = ("--swap-layers all", "--swap-layers 0-3 --swap-recompute norm activation rotary linear")
 
 
 def assert_added_alike(trainer: Trainer, flags: str, swaps: Sequence[str], ranks: int = 1) -> None:
@@ -30,17 +30,9 @@ def assert_added_alike(trainer: Trainer, flags: str, swaps: Sequence[str], ranks
         assert_same_checkpoints(plain.directory / "checkpoint", run.directory / "checkpoint")
 
 
-@pytest.mark.supports("--bf16 --swap-layers 0-3 --swap-recompute norm activation rotary linear")
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [
-        pytest.param("--overlap-grad-reduce", 1, id="overlap"),
-        pytest.param("--overlap-grad-reduce --use-distributed-optimizer --global-batch-size 8", 2,
-                     id="dp2-overlap-distributed-optimizer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "ranks"), WITH_HOOKS)
 def test_equal_to_a_run_without_hooks(trainer: Trainer, flags: str, ranks: int) -> None:
-    assert_added_alike(trainer, f"{FUSION} {flags}", SWAPS, ranks)
+    assert_added_alike(trainer, f"{FUSION} {flags}", FUSED_SWAPS, ranks)
 
 
 @pytest.mark.skipif(

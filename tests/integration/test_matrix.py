@@ -71,7 +71,6 @@ def test_equal_to_the_bit(trainer: Trainer, tmp_path: Path, name: str) -> None:
 
 
 def ours(row: Row, plain: Run, folder: Path) -> str:
-    """Return the flags of ours, with the figures that follow from the run without swapping."""
     flags, saved_gib = row.swap, plain.summary["saved_peak_bytes"] / GIB
     if not row.budget:  # a planner measures the link: it would recompute everything
         flags += " --swap-cpu-delay-ms 2"

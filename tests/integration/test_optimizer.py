@@ -117,7 +117,6 @@ DISK_FULL, DISK_BROKEN = "writing failed (No space left on device", "reading fai
 
 
 def goes_on(trainer: Trainer, flags: str, ended: Run) -> None:
-    """Check that the next run goes on from the checkpoint of step 4, and ends as a run that nothing happened to."""
     plain = trainer.unswapped(EIGHT_STEPS, saved="torch")
     went_on = trainer.run(f"{flags} --load {ended.directory}/checkpoint")
     assert went_on.summary["losses"] == plain.summary["losses"][4:]

@@ -13,17 +13,12 @@ import torch
 
 from megatron.swap.common.types import GIB
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_training, assert_swapped, recorded
-from tests.integration.rows import FULL, FUSED_LLAMA
+from tests.integration.rows import EVERY_KIND, FUSED_LLAMA, OF_DOCUMENTS
+from tests.integration.rows import PACKED as FLAG
 from tests.integration.test_fp8 import MODEL, SMALL
 from tools.indexed_text import BYTE_LEVEL_FLAGS, write_byte_level
 
 PACKED = Path(__file__).with_name("packed_script.py")
-KINDS = "--swap-recompute norm activation rotary residual linear"
-FLAG = "--dataloader-inter-document-masking"
-VPP = (
-    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 "
-    "--global-batch-size 8"
-)
 LENGTHS = (1, 2, 5, 13, 39)
 
 
@@ -44,15 +39,7 @@ def compared(trainer: Trainer, flags: str, swap: str, ranks: int = 1) -> Run:
     return run
 
 
-@pytest.mark.supports(f"{FLAG} {KINDS}")
-@pytest.mark.parametrize(
-    ("flags", "swap", "ranks"),
-    [
-        pytest.param(FUSED_LLAMA, f"--swap-layers all {KINDS} --swap-verify", 1, id="all-kinds"),
-        pytest.param(VPP, f"--swap-layers all {KINDS}", 2, id="pp2-vpp2"),  # two of four stages read no tokens
-        pytest.param(f"{FULL} uniform", "--swap-layers all", 1, id="full"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "swap", "ranks"), OF_DOCUMENTS.values(), ids=OF_DOCUMENTS)
 def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: str, ranks: int) -> None:
     run = compared(trainer, f"{documents} {FLAG} {flags}", swap, ranks)
     assert_swapped(run)
@@ -61,7 +48,6 @@ def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: st
     assert not [line for line in run.summary["recompute_refused"] if "different bits" in line]
 
 
-@pytest.mark.supports(f"{FLAG} --swap-memory-gib 1")
 def test_a_planner_is_not_disturbed_by_their_number(trainer: Trainer, documents: str) -> None:
     """Unfused rotary embeddings save some tensors of each document: more or fewer in each step, as many bytes."""
     flags = f"{documents} {FLAG} {FUSED_LLAMA} --train-iters 14 --lr-decay-iters 14"
@@ -87,7 +73,7 @@ def test_on_a_gpu(trainer: Trainer, documents: str, tmp_path: Path) -> None:
 
     plan, plain = tmp_path / "plan.json", trained(f"{FLAG} --swap-layers none")
     assert plain.summary["losses"] != trained("--swap-layers none").summary["losses"], "documents see one another"
-    swapped = trained(f"{FLAG} {SMALL} --swap-layers all {KINDS} --swap-verify --swap-save-plan {plan}")
+    swapped = trained(f"{FLAG} {SMALL} --swap-layers all {EVERY_KIND} --swap-verify --swap-save-plan {plan}")
     by_plan = trained(f"{FLAG} {SMALL} --swap-plan {plan} --swap-loss-chunks 1")
     for run in (swapped, by_plan):
         assert_same_training(plain, run)

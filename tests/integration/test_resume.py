@@ -7,7 +7,6 @@ import pytest
 from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_checkpoints, assert_swapped, recorded
 
 
-@pytest.mark.supports("--swap-layers all")
 @pytest.mark.parametrize(
     ("flags", "saved", "swaps_on"),
     [

@@ -23,7 +23,6 @@ def flags(tmp_path: Path) -> str:
 
 
 def goes_on(trainer: Trainer, flags: str, ended: Run, from_step: int) -> None:
-    """Check that the next run goes on from step ``from_step`` and ends as a run that nothing happened to."""
     plain = trainer.unswapped(STEPS, saved="torch")
     saved = int((ended.directory / "checkpoint" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == from_step
@@ -33,7 +32,6 @@ def goes_on(trainer: Trainer, flags: str, ended: Run, from_step: int) -> None:
 
 
 def assert_nothing_left(run: Run, disk: Path) -> None:
-    """Check that a run has left its checkpoints and its log, and nothing else."""
     assert list(disk.iterdir()) == []
     left = {path.name for path in run.directory.iterdir()}
     assert left <= {"checkpoint", "log", "summary.json"}, left

@@ -42,7 +42,7 @@ def test_the_comparison_sees_a_small_difference(trainer: Trainer) -> None:
 
 def test_the_comparison_of_checkpoints_sees_a_small_difference(trainer: Trainer) -> None:
     saved, other = (trainer.run(f"{flags} {recorded('torch')}") for flags in ("", "--lr 1.000001e-3"))
-    with pytest.raises(AssertionError, match="entries differ"):
+    with pytest.raises(AssertionError, match="elements differ"):
         assert_same_checkpoints(saved.directory / "checkpoint", other.directory / "checkpoint")
 
 

@@ -30,7 +30,6 @@ class Installed:
     folder: Path
 
     def run(self, program: str, *words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment in the user's folder."""
         clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return subprocess.run(
             [str(self.environment / "bin" / program), *map(str, words)],
@@ -39,7 +38,6 @@ class Installed:
 
 
 def folder_of(package: str) -> Path:
-    """Return the folder from which a package (``a.b``) is imported here."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None

@@ -20,8 +20,6 @@ if __name__ == "__main__":
     from megatron.training.models.gpt import GPTModelBuilder
 
     class TwoStacks(T5Model):
-        """Takes what the trainer's step passes to a GPT."""
-
         def forward(self, tokens: Any, position_ids: Any, attention_mask: Any, *, labels: Any, **_: Any) -> Any:
             size = tokens.shape[1]
             all_seen = torch.zeros(1, 1, size, size, dtype=torch.bool)

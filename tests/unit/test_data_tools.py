@@ -15,7 +15,6 @@ import pytest
 
 
 def read_documents(prefix: Path) -> list[list[int]]:
-    """Read a dataset back with Megatron's own reader."""
     with indexed_text.quiet_imports():
         from megatron.core.datasets.indexed_dataset import IndexedDataset
     dataset = IndexedDataset(str(prefix))

@@ -53,7 +53,6 @@ def rows(page: Path, heading: str = "") -> list[list[str]]:
 
 
 def code(cell: str) -> list[str]:
-    """The words in code font."""
     return re.findall(r"`([^`]+)`", cell)
 
 
@@ -248,7 +247,6 @@ def table_lines(text: str) -> list[str]:
 
 
 def keys(record: type) -> set[str]:
-    """The keys of a record's JSON object."""
     found = {one.metadata.get("key", one.name) for one in dataclasses.fields(record) if one.init}
     return found - {None}
 

@@ -177,7 +177,6 @@ MACHINE_PATH = re.compile(r"(?:^|[^\w.$}~-])/(?:" + "|".join(["work", "farm", "r
 
 
 def machine_paths(path: Path) -> list[str]:
-    """Return the lines that name a folder of somebody's machine."""
     try:
         lines = path.read_text().splitlines()
     except UnicodeDecodeError:

@@ -39,7 +39,6 @@ Log = list[str]
 def engine(
     schedule: Sequence[Step], chunks: Sequence[int] | None = None, *, dtype: torch.dtype | None = None, **options: Any
 ) -> Log:
-    """Train six layers under the engine."""
     layers, ranges = stack(6, dtype=dtype), Ranges()
     device = logged(ranges)
     if options.pop("on_side_stream", False):
@@ -53,7 +52,6 @@ def engine(
 
 
 def on_disk(schedule: Sequence[Step]) -> Log:
-    """Train layers whose tensors do not all fit the host memory."""
     with tempfile.TemporaryDirectory() as folder:
         disk = DiskFile(Path(folder), 64 * 2**20)
         try:
@@ -63,7 +61,6 @@ def on_disk(schedule: Sequence[Step]) -> Log:
 
 
 def evaluated() -> Log:
-    """Drop a forward, and evaluate, between steps."""
     layers, ranges = stack(6), Ranges()
     device = logged(ranges)
     with Engine(layers, device=device, ranges=ranges):
@@ -78,7 +75,6 @@ def evaluated() -> Log:
 
 
 def module(make: Callable[[], nn.Module], data: Callable[[int], Any] = rows, **settings: Any) -> Log:
-    """Train a model in ``swap.activations``."""
     device = logged()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron.swap.run.run_device.EmulatedDevice", lambda *_: device)
@@ -91,7 +87,6 @@ def module(make: Callable[[], nn.Module], data: Callable[[int], Any] = rows, **s
 
 
 def inference(name: str) -> Log:
-    """Call a model whose weights stay in host memory."""
     torch.manual_seed(7)
     model, x = WEIGHTS[name]()
     device = logged()
@@ -103,7 +98,6 @@ def inference(name: str) -> Log:
 
 
 def frozen(name: str) -> Log:
-    """Train adapters of a model whose frozen weights stay in host memory."""
     model, device = FROZEN[name](), logged()
     with swap.weights(model, training=True, device=device):
         for step in range(3):
