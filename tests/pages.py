@@ -47,8 +47,6 @@ def num_words(text: str) -> int:
     return sum(any(map(str.isalnum, token)) for token in text.split())
 
 
-# ------------------------------------------------------------------------------------------------------ flags
-
 FLAGS_HEAD = """\
 # Flags
 
@@ -100,8 +98,6 @@ def in_cell(text: str) -> str:
     return "".join(outside).replace("|", r"\|")
 
 
-# ---------------------------------------------------------------------------------------------------- patches
-
 PATCHES = DOCS / "dev" / "patches.md"
 
 
@@ -151,9 +147,6 @@ def patches_page() -> str:
     return f"{before}<!-- patches: made by `python -m tests.pages` -->\n{patches_table()}<!-- end of patches -->{after}"
 
 
-# ------------------------------------------------------------------------------- the flags that the planner knows
-
-
 def training_flags() -> str:
     """The names of all training flags, those of the installed Megatron and our own: first those that need a value."""
     parser = add_swap_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)))
@@ -164,8 +157,6 @@ def training_flags() -> str:
     head = f"made by `python -m tests.pages` from megatron-core {version('megatron-core')}"
     return "\n\n".join([head, *parts]) + "\n"
 
-
-# --------------------------------------------------------------------------------------------------- generated
 
 GENERATED: dict[Path, Callable[[], str]] = {
     REFERENCE / "flags.md": flags_page,

@@ -65,9 +65,6 @@ def parsed(words: list[str]) -> dict[str, list[str]]:
     return flags
 
 
-# ---------------------------------------------------------------------------------------------- rows and columns
-
-
 def has(flag: str, *values: str) -> Callable[[Run], bool]:
     return lambda run: flag in run.flags and all(value in run.flags[flag] for value in values)
 
@@ -161,9 +158,6 @@ FEATURES: dict[str, dict[str, Callable[[Run], bool] | None]] = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------ evidence
-
-
 def runs_of_tests() -> Iterator[Run]:
     """The runs of the matrix, of tests beside it, and those that fail without TransformerEngine, swapping or not."""
     rows = [(row.words, row.ranks, CPU) for row in ROWS.values() if row.is_evidence]
@@ -181,8 +175,6 @@ def runs_of_results() -> Iterator[Run]:
                 shows = GPU if id(row) in equal else RAN
                 yield Run(parsed(shlex.split(row["flags"])), row.get("num_ranks") or 1, shows)
 
-
-# ------------------------------------------------------------------------------------------------------ refusals
 
 SHAPE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --train-iters 5 "
@@ -220,8 +212,6 @@ def refusal(parser: argparse.ArgumentParser, feature: str, column: str) -> str:
         return "refused"
     return f"refused: {', '.join(kinds)}" if kinds else ""
 
-
-# ---------------------------------------------------------------------------------------------------------- page
 
 HEAD = """\
 # Support
@@ -339,4 +329,3 @@ def support_page() -> str:
     lines += [VERSIONS_HEAD, *table(versions_of_megatron(), MEGATRON)]
     lines += [TE_HEAD, *table(versions_of_te(), VERSIONS["transformer_engine"])]
     return "\n".join(lines)
-

@@ -52,9 +52,6 @@ def log_to(path: str) -> None:
     os.close(log)
 
 
-# ------------------------------------------------------------------------------------------------ one training run
-
-
 def child(request: dict[str, Any], env: dict[str, str]) -> int:
     os.environ.update(env)
     os.chdir(request["cwd"])
@@ -121,9 +118,6 @@ def run(request: dict[str, Any]) -> list[int]:
     for pid in running:
         os.waitpid(pid, 0)
     return codes
-
-
-# ---------------------------------------------------------------------------------------------------------- worlds
 
 
 class World:

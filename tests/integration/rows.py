@@ -14,8 +14,6 @@ from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass, SitePlan
 from megatron.swap.forecast.flags import read_flags
 from tests.integration.harness import WITH_FUSION, arguments
 
-# ------------------------------------------------------------------------------------------------ flags of Megatron
-
 LLAMA = (
     "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --disable-bias-linear "
     "--untie-embeddings-and-output-weights"
@@ -49,8 +47,6 @@ PLANNING_STATE = "--train-iters 16 --lr-decay-iters 16"
 """Enough steps for a plan with optimizer state."""
 DEEP = "--num-layers 8"
 
-# --------------------------------------------------------------------------------------------------- flags of ours
-
 ALL = "--swap-layers all"
 BOTH = "--swap-recompute norm activation"
 KINDS = "--swap-recompute norm activation rotary linear"
@@ -63,8 +59,6 @@ AUTO_AT_ONCE = f"{AUTO} --swap-max-candidates 1"
 """Fewer steps until a plan is chosen."""
 ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
 """Host memory for the buffers between disk and device alone."""
-
-# ----------------------------------------------------------------------------------------------------------- plans
 
 HIDDEN_BYTES = 64 * 2 * 64 * 4
 """Bytes of hidden states: sequence 64, micro-batch 2, width 64, fp32."""
@@ -88,9 +82,6 @@ EVERY_OTHER = (PlanClass("1,3,5", {}, (LAYER_SECTION,)), PlanClass("0,2,4", {NOR
 def plan_for(flags: str, *classes: PlanClass) -> Plan:
     """Return a plan for the tiny model with ``flags``, as ``tools/plan.py`` reads them."""
     return Plan(read_flags(arguments(flags)).model, None, None, None, classes)
-
-
-# ------------------------------------------------------------------------------------------------------------ rows
 
 
 @dataclass(frozen=True)

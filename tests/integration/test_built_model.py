@@ -35,7 +35,7 @@ OF_OLDER = (
     "distributed state during training", "budget with state",
 )  # fmt: skip
 """Of each feature at least one case: those that run with the versions before the newest."""
-ON_TWO_RANKS = ("during training", "distributed state during training", "budget with state")
+ON_TWO_RANKS = ("during training", "distributed state during training")
 ON_GPU = (
     "layers", "recompute", "during training", "state", "fork", "distributed state during training",
     "full recomputation",

@@ -1,8 +1,7 @@
 """Every command in the pages that a user reads, run as printed on a machine without a GPU, if no other test runs it.
 
-Each page runs in a working copy of its own, top to bottom, so that nothing lands in this one. Its tiny preset has
-half of the micro-batches: ``test_examples`` trains the whole one. The environment is the one that runs the tests.
-Lines that would install, download or run these very tests are left out.
+Each page runs in a working copy of its own, top to bottom, so that nothing lands in this one. The environment is the
+one that runs the tests. Lines that would install, download or run these very tests are left out.
 """
 
 from __future__ import annotations
@@ -41,12 +40,6 @@ HF_CONFIG = {
     "num_attention_heads": 4, "max_position_embeddings": 8192,
 }  # fmt: skip
 """The reader's own model."""
-TINY = ("micro=4 batch=8 vocabulary=257", "micro=4 batch=4 vocabulary=257")
-"""The preset without a GPU, and what pages run: one micro-batch a step in place of two. The peak is the same."""
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 @pytest.fixture(scope="session")
@@ -64,9 +57,6 @@ def copy(tmp_path: Path, corpus: Path) -> Path:
     shutil.copytree(corpus, folder / ".data")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
-    example = folder / "examples" / "pretrain_gpt_swap.sh"
-    assert example.read_text().count(TINY[0]) == 1
-    example.write_text(example.read_text().replace(*TINY))
     return folder
 
 
@@ -107,16 +97,9 @@ def runnable_blocks(page: Path) -> list[str]:
     return [script for script in found if script and script not in done]
 
 
-SMALL = "docs/reference/files.md"
-"""The page whose commands run in ``--all``, too."""
-PAGES = [
-    pytest.param(page, marks=() if name_of(page) == SMALL else pytest.mark.nightly, id=name_of(page))
-    for page in user_pages() if runnable_blocks(page)
-]  # fmt: skip
-
-
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", filter(runnable_blocks, user_pages()), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_on_a_cpu(page: Path, copy: Path) -> None:
     for script in runnable_blocks(page):
         run([script], copy)

@@ -30,6 +30,7 @@ def assert_swapped(line: str) -> None:
     assert float(found[2]) > 1
 
 
+@pytest.mark.nightly
 def test_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="requirements-dev.txt has it")
     plain, swapped, stats, verdict = output_of("swap_hugging_face.py", tmp_path).splitlines()
@@ -56,6 +57,7 @@ MOST_NORM = 10.0
 """Largest gradient norm: 3.5 here, 84 in the spike."""
 
 
+@pytest.mark.nightly
 def test_the_first_command() -> None:
     """The printed losses fall without a spike."""
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MODEL", "DATA_PATH", "NUM_GPUS", "SUMMARY")

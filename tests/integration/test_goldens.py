@@ -61,9 +61,6 @@ CONSTRUCTED = ("TensorSwap",)
 """Classes that users construct. Functions return all other classes."""
 
 
-# ------------------------------------------------------------------------------------------------ what there is
-
-
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
     found = {}
     for action in parser._actions:
@@ -274,9 +271,6 @@ def from_tools(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-# --------------------------------------------------------------------------------------------- what has changed
-
-
 def golden(name: str) -> Any:
     return json.loads((GOLDENS / f"{name}.json").read_text())
 
@@ -311,9 +305,6 @@ def differences(before: Any, now: Any) -> list[str]:
     return gone(before, now) + [line.removesuffix("is gone") + "is new" for line in gone(now, before)]
 
 
-# ------------------------------------------------------------------------------------------------------- tests
-
-
 @pytest.mark.short
 def test_flags() -> None:
     assert changed_flags(golden("flags"), flags()) == []
@@ -334,6 +325,7 @@ def test_files_and_ranges_of_training(trainer: Trainer) -> None:
     assert differences(golden("ranges"), now["ranges"]) == []
 
 
+@pytest.mark.nightly
 def test_rows_of_the_tools(tmp_path: Path) -> None:
     assert differences(golden("rows"), from_tools(tmp_path)) == []
 

@@ -31,8 +31,6 @@ def assert_told(output: str, words: Sequence[str]) -> None:
     assert not missing, f"{missing} not in the message:\n{output}"
 
 
-# ------------------------------------------------------------------------------------------------- training
-
 SHORT: list[tuple[str, Words]] = [
     ("--swap-layer all", ["--swap-layer is not a flag", "nearest is --swap-layers"]),
     ("--swap-plan none.json", ["none.json", "No such file", "path of a megatron-swap plan file"]),
@@ -116,8 +114,6 @@ def test_upstream_of_another_source(trainer: Trainer, tmp_path: Path) -> None:
     run = trainer.run("--swap-layers all --swap-min-mib 0.001", program=program, env={name: value})
     assert TRAINS in run.output
 
-
-# ------------------------------------------------------------------------------------- a script of the user
 
 OWN_SCRIPT = """
 import sys

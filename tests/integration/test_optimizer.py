@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import signal
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron.swap.common.plan import load_plan
-from megatron.swap.common.types import GIB, MIB, UsageError
-from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
+from megatron.swap.common.types import GIB
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
 from tests.integration.rows import BF16, DISTRIBUTED, EXPERTS_DP2, ON_DISK, PLANNING_STATE
 
@@ -49,14 +45,6 @@ def test_lean_state_goes_through_checkpoints(trainer: Trainer) -> None:
     swapped_second = trainer.run(f"{flags} {swap} {load}", program=PRECISE_ADAM)
     assert swapped_second.summary["losses"] == second.summary["losses"]
     assert_same_checkpoints(second.directory / "checkpoint", swapped_second.directory / "checkpoint")
-
-
-@pytest.mark.short
-def test_rules_that_are_not_known_are_refused() -> None:
-    swap = OptimizerSwap(EmulatedDevice(0.0), OffloadSettings(1.0, MIB))
-    with pytest.raises(UsageError, match=r"whether Adafactor steps each parameter alone.* Leave --swap-optimizer out"):
-        swap.attach(Namespace(optimizer=torch.optim.Adafactor([torch.zeros(8)])))
-    swap.close()
 
 
 def test_as_much_is_offloaded_as_the_budget_asks_for(trainer: Trainer) -> None:

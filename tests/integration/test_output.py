@@ -12,7 +12,6 @@ from tests.integration.harness import (
     SWAP_SMALL,
     Trainer,
     assert_same_checkpoints,
-    assert_swapped,
 )
 from tests.integration.rows import FULL
 
@@ -99,13 +98,6 @@ def test_the_line_that_averages_two_iterations_is_announced(trainer: Trainer) ->
     assert printed == pytest.approx([losses[0], sum(losses[:2]) / 2, *losses[2:]], rel=1e-5)
     said = "Megatron's next line shows the mean loss and time of iterations"
     assert run.output.count(said) == run.output.count(f"{said} 1 to 2,") == 1
-
-
-def test_quiet(trainer: Trainer) -> None:
-    run = trainer.live(f"{SWAP} --swap-log-level quiet")
-    assert " swap: " not in run.output, run.tail
-    assert "out a step" not in run.output
-    assert_swapped(run)
 
 
 @pytest.mark.short

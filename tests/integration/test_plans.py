@@ -4,12 +4,11 @@ same."""
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass, SitePlan, load_plan, save_plan
+from megatron.swap.common.plan import Plan, PlanClass, SitePlan, load_plan, save_plan
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training
 from tests.integration.rows import AGAIN, FC1_OUTPUT, HIDDEN_BYTES, KEEP, MIXED, SWAP, WHOLE, plan_for
 from tests.integration.test_mistakes import assert_told
@@ -78,16 +77,6 @@ def test_a_whole_layer_that_is_no_pure_function_ends_the_run(trainer: Trainer, t
     assert run.returncode != 0
     assert re.search(r"(layer \d, )*layer \d ran again in backward and computed something else than in", run.output)
     assert len(re.findall(r" iteration +\d+/", run.output)) == 2
-
-
-def test_of_a_whole_layer_that_swaps_the_input_goes(trainer: Trainer, tmp_path: Path) -> None:
-    """The bytes follow by formula from two micro-batches. The first layer's input has external references."""
-    whole = PlanClass("0-5", {FC1_OUTPUT: SWAP}, (LAYER_SECTION,))
-    alone = by_plan(trainer, tmp_path, "", plan_for("", replace(whole, sites={})))
-    run = by_plan(trainer, tmp_path, "", plan_for("", whole), more="--swap-verify")
-    assert_same_training(trainer.unswapped(), run)
-    assert [layer["swapped_out_bytes"] for layer in run.summary["layers"]] == [0, *5 * [2 * HIDDEN_BYTES], 0, 0]
-    assert run.summary["saved_peak_bytes"] < alone.summary["saved_peak_bytes"]
 
 
 def test_a_plan_that_host_memory_has_no_room_for_is_refused(trainer: Trainer, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_chec
 
 SIGNALLED = Path(__file__).with_name("signalled_script.py")
 STEPS = "--train-iters 8 --lr-decay-iters 8 --bf16"
-MORE_STEPS = "--train-iters 24 --lr-decay-iters 24 --bf16"
 ALL = "--swap-layers all --swap-optimizer 0.5 --swap-disk-dir disk --swap-host-gib 0.05"
 
 
@@ -51,37 +49,6 @@ def test_without_a_handler_the_last_checkpoint_stays(trainer: Trainer, flags: st
     assert "KeyboardInterrupt" in ended.output
     assert_nothing_left(ended, tmp_path / "disk")
     goes_on(trainer, flags, ended, 4)
-
-
-def saved_step(saved: Path) -> int:
-    """Return the step of the last checkpoint; 0: there is none.
-
-    Megatron-LM empties the file that names it before it writes the next number. If a kill came between, the newest
-    checkpoint is whole, and its number is written here, as a user would.
-    """
-    tracker = saved / "latest_checkpointed_iteration.txt"
-    if not tracker.exists():
-        return 0
-    if not tracker.read_text():
-        newest = max(path.name for path in saved.iterdir() if path.is_dir())
-        tracker.write_text(f"{int(newest.removeprefix('iter_'))}")
-    return int(tracker.read_text())
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [1, 3])
-def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path, seed: int) -> None:
-    """Every step is saved, so that some are killed in a checkpoint."""
-    flags = flags.replace(STEPS, MORE_STEPS)
-    killed = trainer.run(f"{flags} --save-interval 1 SIGKILL random:{seed}", check=False, program=SIGNALLED)
-    assert killed.returncode == -signal.SIGKILL, killed.tail
-    assert_nothing_left(killed, tmp_path / "disk")
-    saved = saved_step(killed.directory / "checkpoint")
-    plain = trainer.unswapped(MORE_STEPS, saved="torch")
-    load = f"--load {killed.directory}/checkpoint" if saved else ""
-    went_on = trainer.run(f"{flags} {load}")
-    assert went_on.summary["losses"] == plain.summary["losses"][saved:]
-    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
 
 
 def test_a_clock_that_jumps_changes_no_plan_and_no_figure(trainer: Trainer) -> None:

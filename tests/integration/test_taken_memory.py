@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron import swap
 
-from megatron.swap.memory.host_memory import HostMemoryError
 from tests.integration.harness import Trainer, assert_same_training, recorded
-from tests.plain_loop import mlps, rows
 
 TAKEN = Path(__file__).with_name("taken_memory_script.py")
 SMALL = "--swap-min-mib 0.001 --swap-host-gib 0.05"
@@ -29,13 +26,3 @@ def test_a_run_with_a_disk_trains_on(trainer: Trainer) -> None:
     run = trainer.run(f"{flags} --left-mib 4 0.001", program=TAKEN)
     assert_same_training(plain, run)
     assert run.summary["disk_leased_peak_bytes"] > 0
-
-
-def test_a_model_without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.swap.run.build.available_host_bytes", lambda: 4096)
-    model = mlps()
-    with (
-        swap.activations(model, min_mib=0, host_gib=0.01),
-        pytest.raises(HostMemoryError, match=r"are available now, .* swap fewer layers \(layers=\)"),
-    ):
-        model(rows(0))
