@@ -137,10 +137,6 @@ def patches_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def without_patches_table(text: str) -> str:
-    return re.sub(r"(?s)<!-- patches: .*?-->.*<!-- end of patches -->", "", text)
-
-
 def patches_page() -> str:
     before, rest = re.split(r"<!-- patches: .*?-->\n", PATCHES.read_text())
     after = rest.split("<!-- end of patches -->")[1]

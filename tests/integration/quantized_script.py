@@ -62,6 +62,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TRAINING = Case({}, megatrons=True, steps=20 if ON_GPU else 6)
 
+
 def model_of(recipe: str) -> nn.Module:
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
@@ -111,7 +112,6 @@ def runs_of(recipe: str, folder: Path) -> Iterator[tuple[str, dict[str, Any] | N
     if recipe != "none":
         kinds += ["rotary", "quantized"] + ["linear"] * (recipe != "delayed")
     yield "plain", None
-    yield "plain again", None
     yield "all layers", {"layers": "all", "config": SMALL | {"verify": True, "save_plan": str(saved)}}
     yield "recomputed", {"layers": "all", "config": SMALL | {"verify": True, "recompute": kinds}}
     if RECIPES[recipe].get("fp8_recipe") in ("tensorwise", "blockwise"):

@@ -30,16 +30,8 @@ FEATURES = {
     "`swap.install`: optimizer state": ("state", "distributed state during training", "budget with state"),
 }  # fmt: skip
 """Features whose runs are equal to the bit with each version, and their cases in ``built_script.py``."""
-OF_OLDER = (
-    "layers", "fork", "recompute", "loss", "full recomputation", "budget", "state",
-    "distributed state during training", "budget with state",
-)  # fmt: skip
-"""Of each feature at least one case: those that run with the versions before the newest."""
 ON_TWO_RANKS = ("during training", "distributed state during training")
-ON_GPU = (
-    "layers", "recompute", "during training", "state", "fork", "distributed state during training",
-    "full recomputation",
-)  # fmt: skip
+ON_GPU = ("layers", "recompute", "fork", "full recomputation", "state", *ON_TWO_RANKS)
 """Cases without a budget: those of a few MiB mean nothing where CUDA's allocator hands out 2 MiB at a time."""
 TIMEOUT_S = 240
 
@@ -97,9 +89,7 @@ def assert_equal(row: dict[str, Any]) -> None:
     "version", [*(pytest.param(one, marks=pytest.mark.nightly) for one in MEGATRON[:-1]), MEGATRON[-1]]
 )
 def test_equal_to_the_bit(version: str) -> None:
-    is_newest = version == MEGATRON[-1]
-    cases = tuple(case for cases in FEATURES.values() for case in cases if is_newest or case in OF_OLDER)
-    for row in rows_of(version, cases):
+    for row in rows_of(version, tuple(case for cases in FEATURES.values() for case in cases)):
         assert_equal(row)
 
 

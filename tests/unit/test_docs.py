@@ -56,9 +56,6 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-# ------------------------------------------------------------------------------------------- length and links
-
-
 def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
@@ -91,9 +88,6 @@ def dead_links(page: Path, text: str) -> list[str]:
 
 def test_no_link_is_dead() -> None:
     assert found_in(ALL, lambda page: dead_links(page, page.read_text())) == {}
-
-
-# ----------------------------------------------------------------------------- paths, programs, flags, names
 
 
 def test_every_path_and_program_exists() -> None:
@@ -144,22 +138,10 @@ def names_in(paths: Iterable[Path]) -> dict[str, set[str]]:
     return found
 
 
-def test_every_name_of_a_class_exists() -> None:
-    known = names_in((ROOT / "megatron" / "swap").rglob("*.py"))
-    assert found_in(OF_TODAY, lambda page: [
-        f"{name}.{attribute}"
-        for name, attribute in re.findall(r"`(_?[A-Z][A-Za-z]+)\.(\w+)", pages.without_patches_table(page.read_text()))
-        if attribute not in known.get(name, set())
-    ]) == {}  # fmt: skip
-
-
 def test_the_picture_is_the_rooms() -> None:
     picture = re.search(r"```rooms\n(.*?)```", ARCHITECTURE.read_text(), flags=re.DOTALL)
     assert picture is not None
     assert tuple(line.split("|")[0].strip() for line in picture[1].splitlines()) == ROOMS
-
-
-# --------------------------------------------------------------------------------------------------- generated
 
 
 def test_no_generated_page_is_stale() -> None:
@@ -175,9 +157,6 @@ def test_a_default_in_words_is_the_default() -> None:
         elif action.default not in (None, []):
             given = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
             assert default == given, action.option_strings
-
-
-# ------------------------------------------------------------------------------------- the Python interface
 
 
 def section(heading: str) -> str:
@@ -243,9 +222,6 @@ def table_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("|")]
 
 
-# ------------------------------------------------------------------------------------------- files, variables
-
-
 def keys(record: type) -> set[str]:
     found = {one.metadata.get("key", one.name) for one in dataclasses.fields(record) if one.init}
     return found - {None}
@@ -308,9 +284,6 @@ def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
             continue  # argparse's
         pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), re.DOTALL)
         assert any(pattern.search(text) for text in ours), message
-
-
-# --------------------------------------------------------------------------------------------------- commands
 
 
 def test_every_block_of_commands_has_a_kind() -> None:

@@ -45,7 +45,7 @@ from megatron.swap.patches.registry import (
     verify,
 )
 from megatron.swap.trainer.inputs import refuse_empty_part
-from tests.pages import ROOT, all_patches
+from tests.pages import ROOT
 
 
 class Base:
@@ -232,17 +232,6 @@ def test_both_rotary_embeddings_are_reached_where_they_are_called(monkeypatch: p
             rope_utils.apply_rotary_pos_emb(given, torch.empty(8, 1, 1, 16), config, documents, cp_group=group)
     assert [name for name, _ in seen] == [patch.attribute for patch in rope_offsets.PATCHES]
     assert all(tensor.is_contiguous() for _, tensor in seen), "copied, since 7 strides of 48 are more than 200"
-
-
-def test_sources_are_of_known_versions() -> None:
-    for patch in all_patches():
-        named = [source.split() for source in patch.sources]
-        assert {upstream for upstream, _ in named} == {patch.upstream}
-        oldest = VERSIONS[patch.upstream][0]
-        known = (*(BUILT_ONLY if patch.upstream == "megatron-core" else ()), *VERSIONS[patch.upstream])
-        versions = [known.index(version) for _, version in named]
-        assert versions == sorted(set(versions)), patch.symbol
-        assert versions[0] <= known.index(oldest), f"{patch.symbol} has no source of {oldest}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="patches for machines without CUDA")
