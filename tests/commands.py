@@ -31,13 +31,7 @@ RESULTS = ROOT / "docs" / "results" / "h200-commands.json"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of commands, or a command in a sentence.
-
-    Attributes:
-        page: where it stands, from the repository's root.
-        kind: one of ``KINDS``.
-        text: what is between the fences or backticks.
-    """
+    """A fenced block of commands, or a command in a sentence, of one of ``KINDS``."""
 
     page: str
     kind: str

@@ -69,18 +69,10 @@ def many(pool: Pool, asked: argparse.Namespace) -> int:
 def described(row: dict[str, Any]) -> str:
     lines = [f"{row['kind']}, {row['ranks']} rank(s), seed {row['seed']}: {row['outcome']}"]
     lines += [str(row[key]) for key in ("error", "trace") if row.get(key)]
-    lines.append("case: " + json.dumps(row.get("case") or case_of(row), indent=1, default=str))
+    lines.append("case: " + json.dumps(row.get("case"), indent=1, default=str))
     lines.append(f"figures: {row.get('figures')}")
     lines.append(f"again: python -m tests.fuzz --kind {row['kind']} --ranks {row['ranks']} --seed {row['seed']}")
     return "\n".join(lines)
-
-
-def case_of(row: dict[str, Any]) -> dict[str, Any]:
-    if row["kind"] != "megatron":
-        return {}
-    from tests.fuzz.megatron_case import megatron_case
-
-    return vars(megatron_case(row["seed"], row["ranks"]))
 
 
 def read(paths: list[Path | None] | None) -> list[dict[str, Any]]:

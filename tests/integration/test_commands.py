@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ LEFT_OUT = re.compile(
 )
 NAMES = ("megatron-swap plan", "megatron-swap plan --table")
 """Programs that pages speak of by these words, and that need arguments."""
+WAIT = 'for id in "${ids[@]}"; do wait "$id"; done'
 TIMEOUT_S = 900.0
 HF_CONFIG = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3,
@@ -60,27 +60,18 @@ def copy(tmp_path: Path, corpus: Path) -> Path:
     return folder
 
 
-def start(script: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+def run(script: str, folder: Path) -> None:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_SWAP_", "PYTEST_"))}
     paths = os.pathsep.join([str(folder / ".venv" / "bin"), os.environ["PATH"]])
     ours = {"PATH": paths, "PYTHONPATH": str(folder), **CHECKED, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1"}  # fmt: skip
-    return subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=given | ours, stdin=subprocess.DEVNULL,
-        stdout=log.open("wb"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def run(scripts: Sequence[str], folder: Path) -> None:
-    logs = [folder.parent / f"log-{number}" for number in range(len(scripts))]
-    started = [start(script, folder, log) for script, log in zip(scripts, logs, strict=True)]
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for script, log, code in zip(scripts, logs, codes, strict=True):
-        assert code == 0, f"{script}\nexit status {code}, last lines:\n{log.read_text(errors='replace')[-4000:]}"
+    with (folder.parent / "log").open("w+", errors="replace") as log:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=given | ours, stdin=subprocess.DEVNULL,
+            stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
+        )  # fmt: skip
+        log.seek(0)
+        assert done.returncode == 0, f"{script}\nexit status {done.returncode}, last lines:\n{log.read()[-4000:]}"
 
 
 def runnable(block: Block) -> str:
@@ -102,7 +93,7 @@ def runnable_blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", filter(runnable_blocks, user_pages()), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_on_a_cpu(page: Path, copy: Path) -> None:
     for script in runnable_blocks(page):
-        run([script], copy)
+        run(script, copy)
 
 
 @pytest.mark.nightly
@@ -112,4 +103,4 @@ def test_a_cluster_on_one_machine(copy: Path) -> None:
     for block in of_kind("cluster"):
         commands = block.script.splitlines()
         assert len(commands) > 1, block.text
-        run(commands, copy)
+        run("\n".join(["ids=()", *(f"{command} & ids+=($!)" for command in commands), WAIT]), copy)

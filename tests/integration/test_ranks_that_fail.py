@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.swap.common.types import GIB
-from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_training, recorded
+from tests.integration.harness import SWAP_SMALL, Trainer
 
 PLANTED = Path(__file__).with_name("planted_error_script.py")
 SIGNALLED = Path(__file__).with_name("signalled_script.py")
-SLOW = Path(__file__).with_name("slow_link_script.py")
 
 
 @pytest.mark.parametrize(("place", "rank"), [("solve", 0), ("recorder", 1)])
@@ -34,18 +32,3 @@ def test_a_rank_that_is_killed_ends_the_others(trainer: Trainer) -> None:
     broken = r"^\[rank0\]: RuntimeError: .*Connection (closed|reset) by peer"  # as the system finds it first
     assert re.search(broken, run.output, flags=re.MULTILINE), run.tail
     assert "[rank1]:" not in run.output
-
-
-def test_a_rank_whose_link_is_ten_times_slower(trainer: Trainer) -> None:
-    """Ranks agree on the worst measurement: on one plan, and at the same step."""
-    flags = "--train-iters 16 --lr-decay-iters 16"
-    plain = trainer.unswapped(flags, ranks=2, saved="torch")
-    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / 2 / GIB
-    run = trainer.run(
-        f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} --swap-save-profile profile.json {recorded('torch')} "
-        "--slow-rank 1", ranks=2, program=SLOW,
-    )  # fmt: skip
-    assert_same_training(plain, run)
-    assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
-    first, second = run.summary["ranks"]
-    assert first["swapped_layers"] == second["swapped_layers"]
