@@ -121,12 +121,8 @@ def run(request: dict[str, Any]) -> list[int]:
 
 
 class World:
-    """Ranks that live on from request to request.
-
-    Args:
-        main: ``module:function``. Each rank calls it with ``options``, its rank, the number of ranks and the port of
-            their store; it returns the function that answers requests.
-    """
+    """Ranks that live on from request to request. Each calls ``main`` (``module:function``) with ``options``, its rank,
+    the number of ranks and the port of their store: this returns the function that answers requests."""
 
     def __init__(self, main: str, options: dict[str, Any], num_ranks: int, port: int) -> None:
         self.num_requests = 0

@@ -48,12 +48,7 @@ registry.source_hash = functools.cache(registry.source_hash)  # else a tenth of 
 
 @dataclass(frozen=True)
 class Data:
-    """Random text.
-
-    Attributes:
-        lengths: tokens of the micro-batches in turn; empty: the whole sequence.
-        with_mask: documents that must not see one another, by a mask.
-    """
+    """Random text: tokens of the micro-batches in turn, if not the whole sequence, and whether documents are masked."""
 
     lengths: tuple[int, ...] = ()
     with_mask: bool = False
@@ -91,11 +86,7 @@ class RandomText(torch.utils.data.Dataset):
 
 
 class World:
-    """The ranks that train together: this process is one of them.
-
-    Args:
-        port: where the ranks' store is served.
-    """
+    """The ranks that train together, this process among them. ``port``: where their store is served."""
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -138,15 +129,7 @@ class World:
 
 
 def train(world: World, flags: str, data: Data, *, spec: str = "sdpa") -> Trained:
-    """Train once.
-
-    Args:
-        flags: of Megatron and of swapping.
-        spec: core attention of the local spec: ``sdpa``, the product's, or ``local``, Megatron's own.
-
-    Raises:
-        Exception: whatever ends the training, Megatron's errors and ours.
-    """
+    """Train once. ``spec``: core attention of the local spec: ``sdpa``, the product's, or ``local``, Megatron's own."""
     trained = Trained()
     sys.argv = ["fuzz", *shlex.split(flags)]
     batches = _cut(program.get_batch, data.lengths)

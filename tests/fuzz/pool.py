@@ -14,14 +14,7 @@ BAD = frozenset(WORST[:4])
 
 
 class Pool:
-    """The ranks of one world. After a bad case they are started anew.
-
-    Args:
-        kind: one of ``report.KINDS``.
-        num_ranks: of each case.
-        timeout_s: seconds after which a case hangs.
-        fault: a defect of ``faults`` to plant; empty: none.
-    """
+    """The ranks of one world. After a bad case they are started anew. ``fault``: a planted defect."""
 
     def __init__(
         self, zygote: Zygote, kind: str, num_ranks: int = 1, timeout_s: float = 120.0, fault: str = ""

@@ -23,10 +23,7 @@ Leaf = Bits | str
 
 class Record:
     """Every result of a run, in the order in which it came about: name → bits, or the text of what is no tensor.
-
-    Args:
-        digests: keep a digest of each tensor in place of its bits.
-    """
+    ``digests``: keep a digest of each tensor in place of its bits."""
 
     def __init__(self, *, digests: bool = False) -> None:
         self._keep = _digest if digests else _bits

@@ -76,14 +76,10 @@ class Case:
     """One way to train.
 
     Attributes:
-        settings: of ``install``.
-        megatrons: bf16, Megatron's wrappers and its optimizer; else fp32 and torch's AdamW.
-        distributed: Megatron's distributed optimizer.
-        at: the step before which ``install`` is called.
-        of_fork: the model is a fork's.
+        settings: of ``install``, which is called before step ``at``.
+        megatrons: bf16, Megatron's wrappers and its optimizer, the ``distributed`` one; else fp32 and torch's AdamW.
         options: of the model's config.
         peeks: each micro-batch begins with a pass without gradients, as a reference model's.
-        steps: number of steps.
     """
 
     settings: dict[str, Any]

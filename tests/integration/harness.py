@@ -128,10 +128,7 @@ def run_fresh(
 
 class Zygote:
     """The process that forks trainers and worlds (``tests/zygote.py``). It starts when it is first needed.
-
-    Args:
-        folder: has another Megatron than the one that is installed; ``None``: the installed one.
-    """
+    ``folder``: has another Megatron than the installed one."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -209,13 +206,7 @@ def run_of(command: str, codes: list[int], directory: Path) -> Run:
 
 
 class Trainer:
-    """Runs training. Each unswapped configuration runs only once for all tests and all pytest workers.
-
-    Args:
-        zygote: forks the trainers.
-        runs: where this test's runs go.
-        shared: where the unswapped runs go, common to all workers.
-    """
+    """Runs training in ``runs``. Each unswapped configuration runs once for all tests and workers, in ``shared``."""
 
     def __init__(self, zygote: Zygote, runs: Path, shared: Path) -> None:
         self._zygote = zygote

@@ -98,7 +98,6 @@ class Row:
         budget: ``--swap-memory-gib`` as a fraction of what autograd holds without swapping.
         lacks: memory that the device lacks, as a fraction of what autograd holds without swapping.
         may_refuse: a reason for which recomputed sites may be refused.
-        num_inputs: layers that Megatron recomputes and whose inputs are offloaded, at least.
         least_state: least fraction of the optimizer's state that the plan offloads.
         is_short: the short run has it.
         is_nightly: the nightly run alone has it.
@@ -115,7 +114,6 @@ class Row:
     budget: float = 0.0
     lacks: float = 0.0
     may_refuse: str = ""
-    num_inputs: int = 0
     least_state: float = 0.0
     is_short: bool = False
     is_nightly: bool = False
@@ -193,7 +191,7 @@ ROWS: dict[str, Row] = {
     "ep2-dp2": Row(f"{EXPERTS_DP2} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.723,
         is_nightly=True),
     # ------------------------------------------------------------------------------------- Megatron's recomputation
-    "full": Row(f"{FULL} uniform --bf16 {DROPOUT}", WINDOW, num_inputs=2, is_short=True, peak=0.617, offloaded=4.5),
+    "full": Row(f"{FULL} uniform --bf16 {DROPOUT}", WINDOW, is_short=True, peak=0.617, offloaded=4.5),
     "block-and-sites": Row(
         f"{FULL} block --recompute-num-layers 4 {DEEP}", f"{ALL} {BOTH}",
         expected={"recomputed_bytes": 2 * 4 * 6 * HIDDEN_BYTES}, peak=0.522, offloaded=54.5),

@@ -64,8 +64,6 @@ def test_equal_to_the_bit(trainer: Trainer, tmp_path: Path, name: str) -> None:
         assert summary["saved_peak_bytes"] < plain.summary["saved_peak_bytes"]
     if "--pipeline" in row.training and (row.offloads or row.budget):
         assert len({tuple(rank["swapped_layers"]) for rank in summary["ranks"]}) > 1, "each stage has its own layers"
-    if row.num_inputs:
-        assert_offloads_inputs(row, run)
     if "--swap-optimizer" in row.swap and not row.budget:
         assert_offloads_state(row, run)
 
@@ -138,13 +136,6 @@ def assert_follows_plan(row: Row, run: Run) -> None:
     if row.plan == MIXED:
         assert run.summary["swapped_layers"] == OFFLOADED_OF_MIXED
         assert "saved, but not in the plan, so kept: " in run.output
-
-
-def assert_offloads_inputs(row: Row, run: Run) -> None:
-    """Check that the input of each recomputed layer is offloaded in both micro-batches."""
-    offloaded = [entry["swapped_out_bytes"] for entry in run.summary["layers"] if entry["swapped_out_bytes"]]
-    assert len(offloaded) >= row.num_inputs
-    assert min(offloaded) >= 2 * row.hidden_bytes
 
 
 def assert_offloads_state(row: Row, run: Run) -> None:

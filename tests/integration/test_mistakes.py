@@ -78,12 +78,6 @@ def test_of_a_training_command(trainer: Trainer, flags: str, words: Words) -> No
     assert MODEL_IS_BUILT not in run.output, run.tail
 
 
-def test_debug_shows_the_traceback(trainer: Trainer) -> None:
-    run = trainer.failing("--hidden-size 66 --swap-log-level debug")
-    assert "Traceback" in run.output, run.tail
-    assert run.output.splitlines()[-1] == "AssertionError", run.tail
-
-
 @pytest.mark.short
 def test_known_module_that_this_model_lacks(trainer: Trainer) -> None:
     """The module is known only when the model is built, which is still before the first step."""
