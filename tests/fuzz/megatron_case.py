@@ -29,9 +29,7 @@ class Case:
         swaps: flags of each run with swapping.
         plan: what the second run with swapping gets as ``@PLAN``: ``saved``, the plan that the first one has saved;
             ``random``, other actions for the sites of that plan.
-        lengths: tokens of the micro-batches in turn; empty: all have the whole sequence.
-        with_mask: documents are masked.
-        spec: core attention of the local spec: ``sdpa``, the product's, or ``local``, Megatron's.
+        lengths, with_mask, spec: as in ``megatron_training``.
         stop_after: training ends after this step with a checkpoint and is resumed, the swapped one with the flags that
             come next in ``swaps``; 0: it runs through.
     """

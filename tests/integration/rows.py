@@ -142,11 +142,6 @@ class Row:
         return " ".join([self.flags, self.swap, *filter(more.get, more)])
 
 
-def layers(swap: str, *numbers: int, peak: float, offloaded: float) -> Row:
-    more = {"swapped_layers": list(numbers)}
-    return Row(DEEP, f"--swap-layers {swap}", peak=peak, offloaded=offloaded, expected=more)
-
-
 def spared(flags: str, kinds: str, hidden_units: float) -> Row:
     """Return a row that only recomputes. The bytes follow by formula from four layers and two micro-batches."""
     more = {"recomputed_bytes": 2 * 4 * hidden_units * HIDDEN_BYTES, "swapped_out_bytes": 0}
@@ -168,9 +163,10 @@ ROWS: dict[str, Row] = {
     "four-micro-batches": Row("--global-batch-size 8", ALL, is_short=True, peak=0.708, offloaded=144.5),
     "given-mask": Row("--reset-attention-mask --reset-position-ids --eod-mask-loss", peak=0.71, offloaded=76.25),
     # ----------------------------------------------------------------------------------------- some layers, a window
-    "some-layers": layers("0,2-4", 0, 2, 3, 4, peak=0.609, offloaded=146.5),
+    "some-layers": Row(DEEP, "--swap-layers 0,2-4", peak=0.609, offloaded=146.5),
     # Only the last layer stays.
-    "a-small-window": layers("3-7 --swap-prefetch-gib 0.00001", 3, 4, 5, 6, peak=0.603, offloaded=148.5),
+    "a-small-window": Row(DEEP, "--swap-layers 3-7 --swap-prefetch-gib 0.00001", expected={"swapped_layers": [3, 4, 5, 6]},
+        peak=0.603, offloaded=148.5),
     # The window is one layer.
     # The window would reload everything at once. So once the size of a layer is known, nothing is offloaded.
     "a-window-as-wide-as-the-model": Row("", f"{ALL} --swap-prefetch-gib 1", expected={"swapped_out_bytes": 0}),

@@ -45,9 +45,3 @@ def test_activations_on_disk_where_host_memory_is_short(trainer: Trainer, swap: 
     assert rows["activations"]["disk_bytes"] == summary["disk_leased_peak_bytes"]
     on_disk = sum(row["disk_bytes"] for row in rows.values())
     assert on_disk == summary["disk_booked_bytes"] + summary["optimizer_disk_bytes"]
-
-
-def test_a_scaling_that_megatron_ignores_is_told(trainer: Trainer) -> None:
-    run = trainer.live("--use-rope-scaling --rope-scaling-factor 32")
-    assert "swap: --rope-scaling-factor 32 has no effect: Megatron's trainer scales by 8." in run.output
-    assert run.summary["losses"] == trainer.unswapped("--use-rope-scaling").summary["losses"]

@@ -35,14 +35,13 @@ CASES = {
         (f"{MOE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "--swap-layers all", 2),
 }  # fmt: skip
 """Flags of Megatron, ours, and ranks, by the feature that they use."""
-PLANNER = "planner"
-OWN_PROVIDER = "`swap.pretrain` with a model provider"
-OWN_SCRIPT = "the script of [start](../guide/start.md)"
 MTP = "`--mtp-num-layers 1`"
 REFUSED = {MTP: ("0.18.2",)}
 """Versions that refuse a feature, by name, before the model is built."""
-FUSED = "`--gradient-accumulation-fusion`"
-EQUAL = (*CASES, PLANNER, FUSED, OWN_PROVIDER, OWN_SCRIPT)
+EQUAL = (
+    *CASES, "planner", "`--gradient-accumulation-fusion`", "`swap.pretrain` with a model provider",
+    "the script of [start](../guide/start.md)",
+)  # fmt: skip
 """Features whose runs are equal to the bit with each version."""
 
 OF_MEGATRON = """

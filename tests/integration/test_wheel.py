@@ -40,8 +40,7 @@ class Installed:
 def folder_of(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parents[package.count(".") + 1]
+    return Path(str(spec.origin)).parents[package.count(".") + 1]
 
 
 @pytest.fixture(scope="module")

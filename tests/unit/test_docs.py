@@ -149,16 +149,6 @@ def test_no_generated_page_is_stale() -> None:
     assert stale == [], "run: python -m tests.pages"
 
 
-def test_a_default_in_words_is_the_default() -> None:
-    for action in add_swap_flags(argparse.ArgumentParser(add_help=False))._actions:
-        _, default, _ = pages.parts_of(argparse.HelpFormatter("")._expand_help(action))
-        if action.default is False:
-            assert default == "off", action.option_strings
-        elif action.default not in (None, []):
-            given = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
-            assert default == given, action.option_strings
-
-
 def section(heading: str) -> str:
     page = (REFERENCE / "python.md").read_text()
     found = re.search(rf"(?ms)^## `{re.escape(heading)}`.*?(?=^## |\Z)", page)

@@ -13,7 +13,6 @@ import pytest
 from megatron import swap
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRY_POINTS = {"SwapError", "SwapSession", "TensorSwap", "activations", "add_swap_args", "stash", "weights"}
 LAZILY = """
 import sys
 from megatron import swap
@@ -31,7 +30,6 @@ else:
 
 
 def test_the_names_are_there_and_loaded_lazily() -> None:
-    assert set(swap.__all__) >= ENTRY_POINTS
     done = subprocess.run([sys.executable, "-c", LAZILY], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
