@@ -165,8 +165,8 @@ ROWS: dict[str, Row] = {
     # ----------------------------------------------------------------------------------------- some layers, a window
     "some-layers": Row(DEEP, "--swap-layers 0,2-4", peak=0.609, offloaded=146.5),
     # Only the last layer stays.
-    "a-small-window": Row(DEEP, "--swap-layers 3-7 --swap-prefetch-gib 0.00001", expected={"swapped_layers": [3, 4, 5, 6]},
-        peak=0.603, offloaded=148.5),
+    "a-small-window": Row(DEEP, "--swap-layers 3-7 --swap-prefetch-gib 0.00001",
+        expected={"swapped_layers": [3, 4, 5, 6]}, peak=0.603, offloaded=148.5),
     # The window is one layer.
     # The window would reload everything at once. So once the size of a layer is known, nothing is offloaded.
     "a-window-as-wide-as-the-model": Row("", f"{ALL} --swap-prefetch-gib 1", expected={"swapped_out_bytes": 0}),
