@@ -167,7 +167,6 @@ ROWS: dict[str, Row] = {
     # Only the last layer stays.
     "a-small-window": Row(DEEP, "--swap-layers 3-7 --swap-prefetch-gib 0.00001",
         expected={"swapped_layers": [3, 4, 5, 6]}, peak=0.603, offloaded=148.5),
-    # The window is one layer.
     # The window would reload everything at once. So once the size of a layer is known, nothing is offloaded.
     "a-window-as-wide-as-the-model": Row("", f"{ALL} --swap-prefetch-gib 1", expected={"swapped_out_bytes": 0}),
     "core-attention": Row("", f"{ALL} --swap-modules core_attention", peak=0.851, offloaded=24.25),
