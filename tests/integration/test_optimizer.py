@@ -13,19 +13,17 @@ from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_chec
 from tests.integration.rows import BF16, DISTRIBUTED, EXPERTS_DP2, ON_DISK, PLANNING_STATE
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
-PRECISE = f"{BF16} --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype {{}}"
+PRECISE = f"{BF16} --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16"
 PRECISE_ADAM = Path(__file__).with_name("precise_adam_script.py")
 
 
 @pytest.mark.parametrize(
-    ("grads", "types"),
-    [
-        ("bf16", "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"),
-        ("bf16", "--exp-avg-dtype fp16 --exp-avg-sq-dtype bf16 --main-params-dtype fp16"),
-    ],
+    "types",
+    ["--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8",
+     "--exp-avg-dtype fp16 --exp-avg-sq-dtype bf16 --main-params-dtype fp16"],
 )
-def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, grads: str, types: str) -> None:
-    flags = f"{PRECISE.format(grads)} {types}"
+def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, types: str) -> None:
+    flags = f"{PRECISE} {types}"
     plain = trainer.unswapped(flags, program=PRECISE_ADAM)
     run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer 1 {recorded('torch')}", program=PRECISE_ADAM)
     assert_same_training(plain, run)
@@ -35,7 +33,7 @@ def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, grads: st
 def test_lean_state_goes_through_checkpoints(trainer: Trainer) -> None:
     """Saving and loading give every value its scale, wherever the values are, also where some state is kept."""
     types = "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
-    flags = f"{PRECISE.format('bf16')} {types} --train-iters 4 {recorded('torch_dist')}"
+    flags = f"{PRECISE} {types} --train-iters 4 {recorded('torch_dist')}"
     swap = f"{SWAP_SMALL} --swap-optimizer 0.5"
     first = trainer.run(f"{flags} --exit-interval 2", program=PRECISE_ADAM)
     swapped_first = trainer.run(f"{flags} {swap} --exit-interval 2", program=PRECISE_ADAM)
