@@ -153,12 +153,12 @@ RMS_NORM_ON_CPU = "one of its inputs is not saved, and keeping that input instea
 
 ROWS: dict[str, Row] = {
     # ------------------------------------------------------------------------------------------ all layers offloaded
-    "fp32": Row(DEEP, is_short=True, peak=0.37, offloaded=220.75),
+    "fp32": Row(DEEP, peak=0.37, offloaded=220.75),
     "bf16-verify": Row("--bf16", is_short=True, peak=0.675, offloaded=72.5),
-    "bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", ALL, is_short=True, peak=0.371, offloaded=544),
-    "experts": Row(MOE, is_short=True, peak=0.729),
+    "bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", ALL, peak=0.371, offloaded=544),
+    "experts": Row(MOE, peak=0.729),
     "fp16": Row("--fp16 --initial-loss-scale 1024", peak=0.675, offloaded=72.5),
-    "llama": Row(LLAMA, is_short=True, peak=0.705, offloaded=82.25),
+    "llama": Row(LLAMA, peak=0.705, offloaded=82.25),
     "evaluation": Row(f"{EVALUATION} --train-iters 4", peak=0.708, offloaded=72.25),
     "four-micro-batches": Row("--global-batch-size 8", ALL, is_short=True, peak=0.708, offloaded=144.5),
     "given-mask": Row("--reset-attention-mask --reset-position-ids --eod-mask-loss", peak=0.71, offloaded=76.25),
@@ -192,7 +192,7 @@ ROWS: dict[str, Row] = {
         expected={"recomputed_bytes": 2 * 4 * 6 * HIDDEN_BYTES}, peak=0.522, offloaded=54.5),
     # Others need TransformerEngine (layernorm) or grouped matrix products on a GPU (moe_act). The local spec's mlp
     # with biases recurses without end upstream: its bias leaves the checkpointed function as it came.
-    "selective-attention": Row(f"{SELECTIVE} core_attn {DROPOUT}", ALL, is_short=True, peak=0.715, offloaded=80),
+    "selective-attention": Row(f"{SELECTIVE} core_attn {DROPOUT}", ALL, peak=0.715, offloaded=80),
     "selective-mlp": Row(f"{SELECTIVE} mlp core_attn --disable-bias-linear --bf16", ALL, peak=0.627, offloaded=40),
     "selective-experts": Row(f"{SELECTIVE} moe {MOE}", ALL, peak=0.68),
     "selective-shared-experts": Row(f"{SELECTIVE} shared_experts {MOE} --moe-shared-expert-intermediate-size 64", ALL,
@@ -244,7 +244,7 @@ ROWS: dict[str, Row] = {
     # --------------------------------------------------------------------------------------------- the loss in a chunk
     "loss-untied": Row(f"--bf16 --untie-embeddings-and-output-weights {MASKED}", f"{ALL} --swap-loss-chunks 1",
         peak=0.675, offloaded=72.5),
-    "loss-tp2": Row(TENSOR, f"{ALL} --swap-loss-chunks 1", ranks=2, is_short=True, peak=0.714, offloaded=88),
+    "loss-tp2": Row(TENSOR, f"{ALL} --swap-loss-chunks 1", ranks=2, peak=0.714, offloaded=88),
     "loss-pp2": Row(f"{PIPELINE} --bf16", f"{ALL} --swap-loss-chunks 1", ranks=2, peak=0.392, offloaded=439),
     # ----------------------------------------------------------------------------------------------- optimizer state
     "state": Row(PLANNING_STATE, "--swap-optimizer 1"),
@@ -252,10 +252,10 @@ ROWS: dict[str, Row] = {
     "state-of-skipped-steps": Row(SKIPS_STEPS, "--swap-optimizer 1"),
     "state-and-layers": Row(f"{BF16} {DEEP}", f"{ALL} --swap-optimizer 0.7", is_short=True,
         peak=0.362, offloaded=245.5),
-    "state-on-disk": Row(f"{BF16} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}", is_short=True),
+    "state-on-disk": Row(f"{BF16} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}"),
     "state-on-disk-dp2": Row(f"{BF16} {DISTRIBUTED} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}",
                              ranks=2),
-    **{f"state-of-{name}": Row(f"{BF16} --optimizer {name}", "--swap-optimizer 1", is_short=name == "muon")
+    **{f"state-of-{name}": Row(f"{BF16} --optimizer {name}", "--swap-optimizer 1")
        for name in ("sgd", "lion", "muon", "soap")},
     "state-without-clipping": Row(f"{BF16} --clip-grad 0", "--swap-optimizer 1"),
     "state-of-muon-dp2": Row(f"{BF16} --optimizer muon {DISTRIBUTED}", "--swap-optimizer 1", ranks=2),
