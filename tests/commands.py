@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import machine
-from tests.pages import ROOT, pages, user_pages
+from tests.pages import DOCS, ROOT, pages, user_pages
 
 KINDS = ("", "gpu", "cluster")
 NOT_KINDS = ("", "sh", "shell", "console")
@@ -31,13 +31,7 @@ RESULTS = ROOT / "docs" / "results" / "h200-commands.json"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of commands, or a command in a sentence.
-
-    Attributes:
-        page: where it stands, from the repository's root.
-        kind: one of ``KINDS``.
-        text: what is between the fences or backticks.
-    """
+    """A fenced block of commands, or a command in a sentence, of one of ``KINDS``."""
 
     page: str
     kind: str
@@ -63,7 +57,6 @@ def fences(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The blocks of commands of a page, and the commands in its sentences, in order."""
     name = str(page.relative_to(ROOT))
     found = []
     for words, text in code(page):
@@ -74,8 +67,12 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def guides_script() -> str:
+    scripts = [text for words, text in fences(DOCS / "guide" / "start.md") if words == "python"]
+    return next(text for text in scripts if "pretrain(" in text)
+
+
 def of_kind(kind: str) -> list[Block]:
-    """All blocks of this kind in the pages that users read."""
     return [block for page in user_pages() for block in blocks(page) if block.kind == kind]
 
 
@@ -95,7 +92,6 @@ def missing_results() -> list[str]:
 
 
 def results_of(wanted: list[Block]) -> dict[str, object]:
-    """Run the blocks here, one after the other, and return what a result file says of them."""
     runs = []
     for block in wanted:
         print(f"$ {block.script}", flush=True)

@@ -79,8 +79,6 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """A transformer layer."""
-
     def __init__(self, hidden: int = HIDDEN, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden)
@@ -96,13 +94,11 @@ class Layer(nn.Module):
 def stack(
     num_layers: int = 4, make: Callable[[], nn.Module] = Layer, dtype: torch.dtype | None = None
 ) -> nn.ModuleList:
-    """Return layers with the same parameters every time."""
     torch.manual_seed(7)
     return nn.ModuleList([make() for _ in range(num_layers)]).to(dtype)
 
 
 def batch(number: int = 0, dtype: torch.dtype | None = None, tokens: int = TOKENS) -> torch.Tensor:
-    """Return the input of micro-batch ``number``."""
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(100 + number)).to(dtype)
 
 
@@ -236,7 +232,6 @@ class Engine:
         self._commit_bytes, offload_module.COMMIT_BYTES = offload_module.COMMIT_BYTES, commit_bytes
 
     def position(self, layer: int) -> LayerPosition:
-        """Return the position of ``layer`` in its chunk."""
         return self.bounded.position(layer)
 
     def __enter__(self) -> Engine:
@@ -274,8 +269,6 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Result:
-    """Results of a run that must be equal to the bit."""
-
     losses: list[torch.Tensor] = field(default_factory=list)
     grads: list[torch.Tensor | None] = field(default_factory=list)
 
@@ -374,7 +367,6 @@ def one_step(layers: nn.ModuleList) -> Result:
 
 
 def result(layers: nn.ModuleList, *losses: torch.Tensor, more: Iterable[torch.Tensor | None] = ()) -> Result:
-    """Return the losses, and ``more`` and the gradients of all parameters."""
     return Result([loss.detach() for loss in losses], [*more, *(parameter.grad for parameter in layers.parameters())])
 
 

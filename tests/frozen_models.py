@@ -118,13 +118,7 @@ def one_batch(model: Model, step: int) -> Iterator[torch.Tensor]:
 
 @dataclass
 class Trained:
-    """What training has made.
-
-    Attributes:
-        losses: of all steps.
-        gradients: of all trained parameters after each step.
-        weights: all parameters at the end.
-    """
+    """Losses of all steps, gradients of all trained parameters after each step, all parameters at the end."""
 
     losses: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
@@ -141,7 +135,6 @@ def _equal(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 
 
 def train(model: Model, step: Step = one_batch, num_steps: int = 3, after: Callable[[], Any] = lambda: None) -> Trained:
-    """Train ``model``. ``after`` is called after each step."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.02)
     losses: list[torch.Tensor] = []
@@ -164,10 +157,7 @@ def check_equal(
     num_steps: int = 3,
 ) -> WeightSwap:
     """Check that ``model`` trains with swapped weights as without, or not if planted faults say so. Return the swap.
-
-    Args:
-        inner: make contexts around the training with swapped weights.
-    """
+    ``inner`` make contexts around that training."""
     alone = train(copy.deepcopy(model), step, num_steps)
     with ExitStack() as stack:
         swapped = stack.enter_context(swap.weights(model, model.layers, training=True, device=device))

@@ -26,7 +26,6 @@ SOURCES = (".py", ".cpp", ".h", ".txt")
 
 
 def files(folder: str, *endings: str) -> list[Path]:
-    """Return the tracked files below ``folder``, links left out."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split("\0")
@@ -62,7 +61,6 @@ def docstring_lines(tree: ast.Module) -> Iterator[int]:
 
 
 def attributes(kind: ast.ClassDef) -> int:
-    """Return how many attributes the methods of a class set on ``self``, declared fields included."""
     fields = (node.target for node in kind.body if isinstance(node, ast.AnnAssign))
     found = {field.id for field in fields if isinstance(field, ast.Name)}
     for node in ast.walk(kind):
@@ -90,7 +88,6 @@ def large_classes() -> dict[str, int]:
 
 
 def importers(module: str, name: str | None = None) -> list[str]:
-    """Return the files below megatron/swap that import ``module``, or ``name`` from it."""
     found = []
     for path in files("megatron/swap", ".py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -125,19 +125,12 @@ class LazyDevice(Device):
     def copy(
         self, stream: LazyStream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> int:
-        moves = [
-            _Move(
-                weakref.ref(target.untyped_storage()),
-                weakref.ref(source.untyped_storage()),
-                target.data_ptr(),
-                source.data_ptr(),
-                target.numel(),
-            )
-            for target, source in zip(targets, sources, strict=True)
-        ]
+        moves = []
         for target, source in zip(targets, sources, strict=True):
             assert target.dtype == source.dtype == torch.uint8
             assert target.shape == source.shape
+            storages = (weakref.ref(one.untyped_storage()) for one in (target, source))
+            moves.append(_Move(*storages, target.data_ptr(), source.data_ptr(), target.numel()))
         self._queued.extend(moves)
         failure, self.fail_next_copy = self.fail_next_copy, None
 
@@ -176,23 +169,10 @@ class LazyDevice(Device):
     def used_on(self, storage: torch.UntypedStorage, stream: LazyStream) -> None:
         pass
 
-    def peak_bytes(self) -> None:
+    def _nothing(self) -> None:
         return None
 
-    def allocated_bytes(self) -> None:
-        return None
-
-    def take_peak(self) -> None:
-        return None
-
-    def reserved_bytes(self) -> None:
-        return None
-
-    def peak_reserved_bytes(self) -> None:
-        return None
-
-    def release_cached(self) -> None:
-        pass
+    peak_bytes = allocated_bytes = take_peak = reserved_bytes = peak_reserved_bytes = release_cached = _nothing
 
     def mark(self) -> ClockMark:
         return ClockMark(self.host_ms())

@@ -50,7 +50,6 @@ class LoggedDevice(LazyDevice):
 
     @contextlib.contextmanager
     def line(self, name: str) -> Iterator[None]:
-        """Log a range of the engine's work."""
         self._add(name)
         yield
 
@@ -100,7 +99,6 @@ class LoggedDevice(LazyDevice):
 
 
 def logged(ranges: Ranges | None = None) -> LoggedDevice:
-    """Return a device that logs ``ranges`` too."""
     device = LoggedDevice()
     if ranges is not None:
         ranges.start(device.line)
@@ -108,12 +106,10 @@ def logged(ranges: Ranges | None = None) -> LoggedDevice:
 
 
 def digest(log: Sequence[str]) -> dict[str, Any]:
-    """Return how long ``log`` is, and its hash."""
     return {"lines": len(log), "sha256": hashlib.sha256("\n".join(log).encode()).hexdigest()}
 
 
 def goldens() -> dict[str, Any]:
-    """Return the digests of ``GOLDENS`` by case."""
     found: dict[str, Any] = json.loads(GOLDENS.read_text())
     return found
 

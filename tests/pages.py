@@ -30,7 +30,6 @@ HISTORY = {"CHANGELOG.md", "appendix.md", "log.md", "results.md"}
 
 
 def pages() -> list[Path]:
-    """All pages."""
     folders = (DOCS, DOCS / "guide", REFERENCE, DOCS / "benchmarks", DOCS / "dev")
     return [ROOT / "README.md", *filter(Path.exists, [ROOT / "CHANGELOG.md"]),
             *(page for folder in folders for page in sorted(folder.glob("*.md")))]  # fmt: skip
@@ -48,8 +47,6 @@ def num_words(text: str) -> int:
     return sum(any(map(str.isalnum, token)) for token in text.split())
 
 
-# ------------------------------------------------------------------------------------------------------ flags
-
 FLAGS_HEAD = """\
 # Flags
 
@@ -61,7 +58,6 @@ MiB are powers of two, and limits are per rank. Without these flags, Megatron Sw
 
 
 def flags_page() -> str:
-    """The page of flags: a table for each group of the parser."""
     parser = add_swap_flags(argparse.ArgumentParser(add_help=False))
     formatter = argparse.HelpFormatter("")
     lines = [FLAGS_HEAD]
@@ -88,7 +84,6 @@ def parts_of(text: str) -> tuple[str, str, str]:
 
 
 def metavar_of(action: argparse.Action) -> str:
-    """What a value looks like behind the flag, with a space before."""
     if action.nargs == 0:
         return ""
     name = "|".join(action.choices) if action.choices else str(action.metavar)
@@ -102,8 +97,6 @@ def in_cell(text: str) -> str:
         outside[index] = re.sub(r"(--[a-z][\w-]*\w|\b\w+/[\w/-]*\.(?:py|sh|md)\b)", r"`\1`", outside[index])
     return "".join(outside).replace("|", r"\|")
 
-
-# ---------------------------------------------------------------------------------------------------- patches
 
 PATCHES = DOCS / "dev" / "patches.md"
 
@@ -144,18 +137,10 @@ def patches_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def without_patches_table(text: str) -> str:
-    return re.sub(r"(?s)<!-- patches: .*?-->.*<!-- end of patches -->", "", text)
-
-
 def patches_page() -> str:
-    """The page of patches with its table renewed; the rest is written by hand."""
     before, rest = re.split(r"<!-- patches: .*?-->\n", PATCHES.read_text())
     after = rest.split("<!-- end of patches -->")[1]
     return f"{before}<!-- patches: made by `python -m tests.pages` -->\n{patches_table()}<!-- end of patches -->{after}"
-
-
-# ------------------------------------------------------------------------------- the flags that the planner knows
 
 
 def training_flags() -> str:
@@ -168,8 +153,6 @@ def training_flags() -> str:
     head = f"made by `python -m tests.pages` from megatron-core {version('megatron-core')}"
     return "\n\n".join([head, *parts]) + "\n"
 
-
-# --------------------------------------------------------------------------------------------------- generated
 
 GENERATED: dict[Path, Callable[[], str]] = {
     REFERENCE / "flags.md": flags_page,

@@ -100,8 +100,6 @@ class OfKeyed(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A layer that recomputes a part of itself."""
-
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant

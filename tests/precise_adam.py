@@ -60,7 +60,6 @@ class Float8Tensor(torch.Tensor):
         return self._data.view(torch.float8_e4m3fn).float() * self._scale_inv
 
 
-
 class FusedAdam(torch.optim.Optimizer):
     def __init__(
         self,

@@ -28,8 +28,6 @@ LARGEST = 127.0
 
 
 class Quantizer:
-    """Makes quantized tensors; subclasses choose the scales."""
-
     def __init__(self) -> None:
         self.rowwise_usage = self.columnwise_usage = self.internal = True
 
@@ -117,8 +115,6 @@ NAMES = ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_columnwise_data
 
 
 class Parts:
-    """The inner tensors of a quantized tensor."""
-
     def hold(self, made: dict[str, torch.Tensor]) -> None:
         for name in NAMES:
             setattr(self, name, made.get(name))
@@ -131,7 +127,6 @@ class Parts:
         return data.float() * (self._scale_inv if self._rowwise_scale_inv is None else self._rowwise_scale_inv)
 
     def by_column(self) -> torch.Tensor:
-        """Return the tensor, transposed."""
         if self._columnwise_data is not None:
             return self._columnwise_data.float() * self._columnwise_scale_inv
         if self._transpose is None:  # rebuilt where it is missing
@@ -155,8 +150,6 @@ class Values(Parts):
 
 
 class Wrapper(Parts, torch.Tensor):
-    """A quantized tensor that autograd sees."""
-
     @staticmethod
     def __new__(cls, made: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dtype, label: str = "") -> Wrapper:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
@@ -229,8 +222,6 @@ class _Linear(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    """A linear layer in 8 bits, with a norm before it if ``has_norm``."""
-
     def __init__(self, kind: type[Quantizer], in_features: int, out_features: int, has_norm: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_features, in_features) / in_features**0.5)
@@ -269,8 +260,6 @@ class _Mixed(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A transformer layer in 8 bits, without attention."""
-
     def __init__(self, kind: type[Quantizer] = Current) -> None:
         super().__init__()
         self.linear_qkv = Linear(kind, HIDDEN, 3 * HIDDEN, has_norm=True)
@@ -289,7 +278,6 @@ class Layer(nn.Module):
 
 
 def quantizers_of(layers: nn.Module) -> list[Delayed]:
-    """Return the quantizers with a history."""
     found = (getattr(module, "quantizer", None) for module in layers.modules())
     return [one for one in found if isinstance(one, Delayed)]
 
@@ -309,7 +297,6 @@ def take_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def patches_for(engine: Engine) -> list[Patch]:
-    """Return the product's patches, which record what the stand-in quantizes."""
     return [
         te_normalization_patch(lambda *what: record_norm_of_linear(engine.recomputer, *what)),
         te_quantize_patch(lambda *what: record_quantization(engine.recomputer, *what)),

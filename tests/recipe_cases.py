@@ -41,7 +41,6 @@ def where_known(otherwise: Action) -> Choice:
 def compare(
     layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result] = one_step, num_steps: int = 2, **options: Any
 ) -> Engine:
-    """Compare on a lazy device, with copies that start inside a layer."""
     options = {"device": LazyDevice(), "commit_bytes": 1 << 14, **options}
     return engine.compare(layers, run, num_steps, offloads=False, **options)
 

@@ -84,12 +84,10 @@ class Run:
         return self.plans
 
     def add(self, plan: Plan, ms: float, peak_gib: float) -> Plan:
-        """Note what is measured of ``plan``."""
         self.ms[id(plan)], self.peaks[id(plan)] = ms, peak_gib
         return plan
 
     def step(self, step: Step) -> None:
-        """End a step, and note the decision that follows."""
         before = self.machine.plan
         transition = self.machine.step_ended(step)
         assert (transition.stage, transition.plan) == (self.machine.stage, self.machine.plan)
@@ -116,7 +114,6 @@ class Run:
 
 
     def at(self, saved_mib: float, number: int = 1) -> Stage:
-        """Run ``number`` steps that save so much. Return the stage behind them."""
         self.saved_mib = saved_mib
         self.steps(number)
         return self.machine.stage
@@ -141,7 +138,6 @@ def three(
 
 
 def stable(**options: Any) -> Run:
-    """Return a run that has chosen its first plan."""
     run = three(**options)
     until_stable(run)
     return run

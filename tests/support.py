@@ -1,20 +1,16 @@
 """The support matrix: what has been tested together, read from tests, result files and the refusals in the code.
 
-Rows of ``tests/integration/rows.py`` train with and without swapping and are compared to the bit. So do tests with the
-marker ``supports``: their parameters ``flags``, ``swap`` and ``ranks`` say with what, and the marker adds flags that
-stand in its body. On a GPU every committed result row says what ran. No cell is typed by hand.
+Rows of ``tests/integration/rows.py`` train with and without swapping and are compared to the bit. On a GPU every
+committed result row says what ran. No cell is typed by hand.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import itertools
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.training.arguments import add_megatron_arguments
@@ -26,11 +22,10 @@ from megatron.swap.common.types import PRODUCERS, QUANTIZED, UsageError
 from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
 from megatron.swap.trainer.command_line import swap_config
 from tests.integration.harness import arguments
-from tests.integration.rows import ROWS
+from tests.integration.rows import ALSO_COMPARED, ROWS, UPSTREAM_CANNOT
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-TESTS = ROOT / "tests" / "integration"
 MEGATRON = (*BUILT_ONLY, *VERSIONS["megatron-core"])
 Flags = Mapping[str, list[str]]
 
@@ -41,8 +36,6 @@ CANNOT = "needs TE"
 
 @dataclass(frozen=True)
 class Run:
-    """One run that is evidence: its flags, its ranks, and what it shows."""
-
     flags: Flags
     ranks: int
     shows: str
@@ -61,7 +54,6 @@ class Run:
 
 
 def parsed(words: list[str]) -> dict[str, list[str]]:
-    """Each flag and its values; of a flag that is given twice the last."""
     flags: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
@@ -73,11 +65,7 @@ def parsed(words: list[str]) -> dict[str, list[str]]:
     return flags
 
 
-# ---------------------------------------------------------------------------------------------- rows and columns
-
-
 def has(flag: str, *values: str) -> Callable[[Run], bool]:
-    """Whether a run has ``flag``, with each of ``values`` if there are any."""
     return lambda run: flag in run.flags and all(value in run.flags[flag] for value in values)
 
 
@@ -88,10 +76,6 @@ def more_than_one(*flags: str) -> Callable[[Run], bool]:
 def recomputes(module: str) -> Callable[[Run], bool]:
     selective, modules = has("--recompute-granularity", "selective"), has("--recompute-modules", module)
     return lambda run: selective(run) and modules(run)
-
-
-def lacks(*flags: str) -> Callable[[Run], bool]:
-    return lambda run: not any(flag in run.flags for flag in flags)
 
 
 PLAN_FLAGS = ("--swap-plan", "--swap-memory-gib", "--swap-memory-fraction", "--swap-policy")
@@ -155,7 +139,7 @@ FEATURES: dict[str, dict[str, Callable[[Run], bool] | None]] = {
         # Megatron has no other attention that takes packed documents; tests without a GPU have a stand-in.
         "--dataloader-inter-document-masking --transformer-impl transformer_engine":
             has("--dataloader-inter-document-masking"),
-        "fp32": lacks("--bf16", "--fp16", "--fp8-format"),
+        "fp32": lambda run: not {"--bf16", "--fp16", "--fp8-format"} & set(run.flags),
         "--bf16": None,
         "--fp16": None,
         "--fp8-format hybrid --fp8-recipe tensorwise": has("--fp8-recipe", "tensorwise"),
@@ -174,53 +158,15 @@ FEATURES: dict[str, dict[str, Callable[[Run], bool] | None]] = {
 }  # fmt: skip
 
 
-def detector(feature: str, given: Callable[[Run], bool] | None) -> Callable[[Run], bool]:
-    return has(feature) if given is None else given
-
-
-# ------------------------------------------------------------------------------------------------------ evidence
-
-
-def test_functions() -> Iterator[Callable[..., Any]]:
-    for path in sorted(TESTS.glob("test_*.py")):
-        if "pytest.mark.supports" in path.read_text() or "pytest.mark.upstream_cannot" in path.read_text():
-            module = importlib.import_module(f"tests.integration.{path.stem}")
-            yield from (item for name, item in vars(module).items() if name.startswith("test_") and callable(item)
-                        and item.__module__ == module.__name__)  # fmt: skip
-
-
-def cases(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """Each combination of the parameters of a test."""
-    axes = []
-    for mark in getattr(function, "pytestmark", []):
-        if mark.name == "parametrize":
-            names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
-            values = [getattr(one, "values", one if len(names) > 1 else (one,)) for one in mark.args[1]]
-            axes.append([dict(zip(names, value, strict=True)) for value in values])
-    for chosen in itertools.product(*axes):
-        yield {name: value for part in chosen for name, value in part.items()}
-
-
-def runs_of_tests(marker: str, shows: str) -> Iterator[Run]:
-    """The runs of the tests with ``marker``."""
-    for function in test_functions():
-        for mark in getattr(function, "pytestmark", []):
-            if mark.name == marker:
-                for case in cases(function):
-                    words = [*mark.args, *(str(case.get(name, "")) for name in ("flags", "swap"))]
-                    ranks = case.get("ranks", mark.kwargs.get("ranks", 1))
-                    yield Run(parsed(arguments(" ".join(words))), ranks, shows)
-
-
-def runs_of_rows() -> Iterator[Run]:
-    """The runs of the matrix."""
-    for row in ROWS.values():
-        if row.is_evidence:
-            yield Run(parsed(arguments(row.words)), row.ranks, CPU)
+def runs_of_tests() -> Iterator[Run]:
+    """The runs of the matrix, of tests beside it, and those that fail without TransformerEngine, swapping or not."""
+    rows = [(row.words, row.ranks, CPU) for row in ROWS.values() if row.is_evidence]
+    failing = [(flags, ranks, CANNOT) for flags, ranks, _ in UPSTREAM_CANNOT]
+    for words, ranks, shows in (*rows, *((*one, CPU) for one in ALSO_COMPARED), *failing):
+        yield Run(parsed(arguments(words)), ranks, shows)
 
 
 def runs_of_results() -> Iterator[Run]:
-    """The runs on a GPU that ended well."""
     for path in sorted(RESULTS.glob("*.jsonl")):
         rows = read_rows(path)
         equal = {id(run.row) for run in equal_to_plain(rows) if run.is_equal}
@@ -229,8 +175,6 @@ def runs_of_results() -> Iterator[Run]:
                 shows = GPU if id(row) in equal else RAN
                 yield Run(parsed(shlex.split(row["flags"])), row.get("num_ranks") or 1, shows)
 
-
-# ------------------------------------------------------------------------------------------------------ refusals
 
 SHAPE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --train-iters 5 "
@@ -259,7 +203,6 @@ def is_refused(parser: argparse.ArgumentParser, feature: str, ours: str) -> bool
 
 
 def refusal(parser: argparse.ArgumentParser, feature: str, column: str) -> str:
-    """``refused``, the refused kinds of ``--swap-recompute``, or nothing."""
     ours, _ = COLUMNS[column]
     if column != "recompute":
         return "refused" if is_refused(parser, feature, ours) else ""
@@ -269,8 +212,6 @@ def refusal(parser: argparse.ArgumentParser, feature: str, column: str) -> str:
         return "refused"
     return f"refused: {', '.join(kinds)}" if kinds else ""
 
-
-# ---------------------------------------------------------------------------------------------------------- page
 
 HEAD = """\
 # Support
@@ -309,7 +250,6 @@ TransformerEngine. With another version, `swap: without …` names what is not r
 
 
 def cell(evidence: list[Run], refused: str) -> str:
-    """All that is known of a feature beside a part of ours."""
     shown = {run.shows for run in evidence}
     if refused == "refused":
         return refused
@@ -320,16 +260,16 @@ def cell(evidence: list[Run], refused: str) -> str:
 
 
 def matrix() -> dict[str, dict[str, dict[str, str]]]:
-    """Heading → feature → column → cell."""
-    runs = [*runs_of_rows(), *runs_of_tests("supports", CPU), *runs_of_results()]
-    failing = list(runs_of_tests("upstream_cannot", CANNOT))
+    of_tests = list(runs_of_tests())
+    failing = [run for run in of_tests if run.shows == CANNOT]
+    runs = [*(run for run in of_tests if run.shows == CPU), *runs_of_results()]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_swap_flags(add_megatron_arguments(parser))
     table: dict[str, dict[str, dict[str, str]]] = {}
     for heading, features in FEATURES.items():
         table[heading] = {}
         for feature, given in features.items():
-            is_there = detector(feature, given)
+            is_there = has(feature) if given is None else given
             cells = {
                 column: cell([run for run in runs if uses(run) and is_there(run)], refusal(parser, feature, column))
                 for column, (_, uses) in COLUMNS.items()
@@ -351,7 +291,6 @@ def versions_that_ran(distribution: str) -> set[str]:
 
 
 def versions_of_megatron() -> dict[str, list[str]]:
-    """Row → a cell for each version."""
     from tests.integration import test_built_model, test_versions
 
     known, on_gpu = VERSIONS["megatron-core"], versions_that_ran("megatron-core")
@@ -366,14 +305,12 @@ def versions_of_megatron() -> dict[str, list[str]]:
 
 
 def versions_of_te() -> dict[str, list[str]]:
-    """Row → a cell for each version."""
     on_gpu = versions_that_ran("transformer-engine")
     cells = [GPU if version in on_gpu else "sources" for version in VERSIONS["transformer_engine"]]
     return {"`--transformer-impl transformer_engine`": cells}
 
 
 def table(rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> list[str]:
-    """A table of ``rows`` by name, in Markdown."""
     head = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     return [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()), ""]
 
@@ -385,7 +322,6 @@ def named(feature: str) -> str:
 
 
 def support_page() -> str:
-    """The page with the matrix."""
     lines = [HEAD]
     for heading, features in matrix().items():
         lines += [f"## {heading}", ""]
@@ -393,4 +329,3 @@ def support_page() -> str:
     lines += [VERSIONS_HEAD, *table(versions_of_megatron(), MEGATRON)]
     lines += [TE_HEAD, *table(versions_of_te(), VERSIONS["transformer_engine"])]
     return "\n".join(lines)
-

@@ -17,7 +17,7 @@ DECODER: dict[str, Any] = {
 }  # fmt: skip
 ENCODER = {name: value for name, value in DECODER.items() if name != "num_key_value_heads"}
 NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-IMAGE = {"image_size": 16, "patch_size": 4}
+OF_IMAGES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 Batch = dict[str, torch.Tensor]
 
 
@@ -44,89 +44,53 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
 
 
-def qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, head_dim=8))
-
-
-def qwen3_moe() -> nn.Module:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**DECODER, head_dim=8, **experts))
-
-
-def mixtral() -> nn.Module:
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4))
-
-
 def gemma3() -> nn.Module:
     kinds = ["sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=8, layer_types=kinds)
     return transformers.Gemma3ForCausalLM(config)
 
 
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=4, n_head=2, n_positions=32, **NO_TOKENS)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def gpt_neox() -> nn.Module:
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**ENCODER, **NO_TOKENS))
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_ff=32, d_kv=8, num_layers=3, num_decoder_layers=3, num_heads=2,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER))
-
-
-def albert() -> nn.Module:
-    """One layer runs four times."""
-    return transformers.AlbertForMaskedLM(transformers.AlbertConfig(**ENCODER, embedding_size=8))
-
-
-def vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, num_labels=3, **IMAGE
-    )  # fmt: skip
-    return transformers.ViTForImageClassification(config)
-
-
-def mamba() -> nn.Module:
-    config = transformers.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=4, time_step_rank=4, **NO_TOKENS
-    )  # fmt: skip
-    return transformers.MambaForCausalLM(config)
-
-
 def llava() -> nn.Module:
     """A vision tower before a Llama. Nobody uses what the tower's last layer returns."""
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=8
-    )  # fmt: skip
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=transformers.LlamaConfig(**DECODER), image_token_index=1
-    )
+    vision = transformers.CLIPVisionConfig(**OF_IMAGES, num_hidden_layers=3, image_size=16, patch_size=8)
+    text_config = transformers.LlamaConfig(**DECODER)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text_config, image_token_index=1)
     return transformers.LlavaForConditionalGeneration(config)
 
 
+def of(name: str, kind: str, **options: Any) -> Callable[[], nn.Module]:
+    """Return the function that makes a model: ``name`` and ``kind`` are parts of its class's name."""
+
+    def make() -> nn.Module:
+        config = getattr(transformers, f"{name}Config")(**options)
+        return getattr(transformers, f"{name}{kind}")(config)
+
+    return make
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 3, "num_decoder_layers": 3,
+    "num_heads": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+VIT: dict[str, Any] = {**OF_IMAGES, "num_hidden_layers": 6, "num_labels": 3, "image_size": 16, "patch_size": 4}
+MAMBA: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 4, "time_step_rank": 4,
+}  # fmt: skip
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "llama": (llama, text),
-    "qwen3": (qwen3, text),
-    "mixtral": (mixtral, text),
-    "gpt2": (gpt2, text),
-    "t5": (t5, text),
-    "bert": (bert, text),
-    "vit": (vit, image),
+    "qwen3": (of("Qwen3", "ForCausalLM", **DECODER, head_dim=8), text),
+    "mixtral": (of("Mixtral", "ForCausalLM", **DECODER, num_local_experts=4), text),
+    "gpt2": (of("GPT2", "LMHeadModel", **GPT2, **NO_TOKENS), text),
+    "t5": (of("T5", "ForConditionalGeneration", **T5), text),
+    "bert": (of("Bert", "ForMaskedLM", **ENCODER), text),
+    "vit": (of("ViT", "ForImageClassification", **VIT), image),
     "gemma3": (gemma3, text),
-    "qwen3_moe": (qwen3_moe, text),
-    "gpt_neox": (gpt_neox, text),
-    "mamba": (mamba, text),
+    "qwen3_moe": (of("Qwen3Moe", "ForCausalLM", **DECODER, head_dim=8, **EXPERTS), text),
+    "gpt_neox": (of("GPTNeoX", "ForCausalLM", **ENCODER, **NO_TOKENS), text),
+    "mamba": (of("Mamba", "ForCausalLM", **MAMBA, **NO_TOKENS), text),
     "llava": (llava, image_and_text),
-    "albert": (albert, text),
+    "albert": (of("Albert", "ForMaskedLM", **ENCODER, embedding_size=8), text),  # one layer runs four times
 }
 """Model and batches, by name."""

@@ -52,11 +52,7 @@ def log_to(path: str) -> None:
     os.close(log)
 
 
-# ------------------------------------------------------------------------------------------------ one training run
-
-
 def child(request: dict[str, Any], env: dict[str, str]) -> int:
-    """Run one rank as the interpreter runs a script, up to its exit code."""
     os.environ.update(env)
     os.chdir(request["cwd"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -98,7 +94,6 @@ def forked(function: Any) -> int:
 
 
 def kill(pid: int) -> None:
-    """Kill a rank and all processes that it has started, such as those that write checkpoints."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -125,16 +120,9 @@ def run(request: dict[str, Any]) -> list[int]:
     return codes
 
 
-# ---------------------------------------------------------------------------------------------------------- worlds
-
-
 class World:
-    """Ranks that live on from request to request.
-
-    Args:
-        main: ``module:function``. Each rank calls it with ``options``, its rank, the number of ranks and the port of
-            their store; it returns the function that answers requests.
-    """
+    """Ranks that live on from request to request. Each calls ``main`` (``module:function``) with ``options``, its rank,
+    the number of ranks and the port of their store: this returns the function that answers requests."""
 
     def __init__(self, main: str, options: dict[str, Any], num_ranks: int, port: int) -> None:
         self.num_requests = 0

@@ -29,9 +29,7 @@ class Case:
         swaps: flags of each run with swapping.
         plan: what the second run with swapping gets as ``@PLAN``: ``saved``, the plan that the first one has saved;
             ``random``, other actions for the sites of that plan.
-        lengths: tokens of the micro-batches in turn; empty: all have the whole sequence.
-        with_mask: documents are masked.
-        spec: core attention of the local spec: ``sdpa``, the product's, or ``local``, Megatron's.
+        lengths, with_mask, spec: as in ``megatron_training``.
         stop_after: training ends after this step with a checkpoint and is resumed, the swapped one with the flags that
             come next in ``swaps``; 0: it runs through.
     """
@@ -50,18 +48,8 @@ class Case:
     scarcity: float = 0.0
     """Fraction of what the unswapped run's autograd holds that ``@MEMORY`` and ``@BUDGET`` lack."""
 
-    @property
-    def features(self) -> list[str]:
-        """What the case has, to be counted: every flag that the generator chose, and the rest."""
-        words = " ".join([self.model.removeprefix(BASE), *self.swaps]).split()
-        found = {word for word in words if word.startswith("--")}
-        for name in ("lengths", "with_mask", "stop_after"):
-            found |= {name} if getattr(self, name) else set()
-        return sorted(found | {f"spec {self.spec}"} | ({f"plan {self.plan}"} if self.plan else set()))
-
 
 def megatron_case(seed: int, num_ranks: int = 1) -> Case:
-    """Make the case of a seed, for so many ranks."""
     return _Generator(seed, num_ranks).case()
 
 
@@ -79,7 +67,6 @@ class _Generator:
         return sorted(self._random.sample(choices, number), key=choices.index)
 
     def _add(self, *flags: str) -> None:
-        """Add one of ``flags``, all equally likely."""
         self._flags.append(self._random.choice(flags))
 
     def _maybe(self, probability: float, *flags: str) -> bool:
@@ -383,7 +370,6 @@ class _Generator:
         return " ".join([*self._common(), *self._state_and_disk(), f"--swap-plan {PLAN}"])
 
     def _guarded(self) -> str:
-        """Return flags of the guard. The device lacks a part of the memory that the unswapped run needs."""
         flags = [*self._common(), "--swap-host-gib 0.25 --swap-oom-guard --swap-cpu-memory-gib", MEMORY]
         flags.append(f"--swap-layers {self._random.choice(['none', self._layers()])}")
         return " ".join(flags)

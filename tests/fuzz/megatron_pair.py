@@ -32,7 +32,6 @@ def run_case(world: World, case: Case) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         pair = _Pair(world, case, Path(world.gather(folder)[0]))
         row = pair.run()
-    row["features"] = case.features
     row["figures"] = pair.figures
     return row
 
@@ -83,7 +82,6 @@ class _Pair:
             self._compare(self._phases([swap], f"swapped{number}"), f"swapped {number}")
 
     def _measure(self) -> None:
-        """Find the memory that the unswapped run takes."""
         limit = " --swap-cpu-memory-gib 4" if MEMORY in " ".join(self._case.swaps) else ""
         flags = f"--swap-summary {self._folder}/measured.json --swap-log-level quiet{limit}"
         (measured,) = self._phases([flags], "measured")
@@ -99,7 +97,6 @@ class _Pair:
         return swap.replace(PLAN, str(self._folder / "plan.json")).replace(FOLDER, str(self._folder))
 
     def _phases(self, swaps: list[str], name: str) -> list[Trained]:
-        """Train once with each of ``swaps``, the first of several up to a checkpoint, the others from there on."""
         case, done = self._case, []
         for number, swap in enumerate(swaps):
             flags = f"{case.model} {swap}"
@@ -133,7 +130,6 @@ class _Pair:
                 raise Unequal(f"{name}, phase {number}: {line}")
 
     def _vary_plan(self) -> None:
-        """Give the sites of the saved plan other actions, layer by layer; some layers are recomputed whole."""
         path = self._folder / "plan.json"
         if self._world.rank == 0:
             save_plan(varied(load_plan(path), random.Random(self._case.seed)), path)
@@ -141,7 +137,6 @@ class _Pair:
 
 
 def varied(plan: Plan, choose: random.Random) -> Plan:
-    """Return a plan with random actions for the sites of ``plan``."""
     classes = []
     actions = choose.choices(("keep", "swap", "recompute"), k=6)
     for layer in plan.layers():

@@ -47,12 +47,7 @@ registry.source_hash = functools.cache(registry.source_hash)  # else a tenth of 
 
 @dataclass(frozen=True)
 class Data:
-    """Random text.
-
-    Attributes:
-        lengths: tokens of the micro-batches in turn; empty: the whole sequence.
-        with_mask: documents that must not see one another, by a mask.
-    """
+    """Random text: tokens of the micro-batches in turn, if not the whole sequence, and whether documents are masked."""
 
     lengths: tuple[int, ...] = ()
     with_mask: bool = False
@@ -60,8 +55,6 @@ class Data:
 
 @dataclass
 class Trained:
-    """A training run: its results, and what the session moved."""
-
     record: Record = field(default_factory=Record)
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -92,11 +85,7 @@ class RandomText(torch.utils.data.Dataset):
 
 
 class World:
-    """The ranks that train together: this process is one of them.
-
-    Args:
-        port: where the ranks' store is served.
-    """
+    """The ranks that train together, this process among them. ``port``: where their store is served."""
 
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -110,7 +99,6 @@ class World:
 
     @contextlib.contextmanager
     def process_group(self) -> Iterator[None]:
-        """Return a context with new process groups, which ends with all of Megatron's global state."""
         self._number += 1
         store = torch.distributed.PrefixStore(f"run {self._number}", self._store)
         torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.num_ranks)
@@ -140,15 +128,7 @@ class World:
 
 
 def train(world: World, flags: str, data: Data, *, spec: str = "sdpa") -> Trained:
-    """Train once.
-
-    Args:
-        flags: of Megatron and of swapping.
-        spec: core attention of the local spec: ``sdpa``, the product's, or ``local``, Megatron's own.
-
-    Raises:
-        Exception: whatever ends the training, Megatron's errors and ours.
-    """
+    """Train once. ``spec``: core attention of the local spec: ``sdpa``, the product's, or ``local``, Megatron's own."""
     trained = Trained()
     sys.argv = ["fuzz", *shlex.split(flags)]
     batches = _cut(program.get_batch, data.lengths)
@@ -168,7 +148,6 @@ def train(world: World, flags: str, data: Data, *, spec: str = "sdpa") -> Traine
 
 
 def run_program(world: World, argv: list[str]) -> Record:
-    """Run ``pretrain_gpt_swap.py`` with these flags, and return digests of its results."""
     trained = Trained(Record(digests=True))
     sys.argv = ["pretrain_gpt_swap.py", *argv]
     with _trainer(world, trained) as sessions:
@@ -272,7 +251,6 @@ def _recorded(trained: Trained, sessions: list[SwapSession]) -> Iterator[None]:
 
 
 def figures_of(session: SwapSession) -> dict[str, float]:
-    """Return what a session has moved so far."""
     report = session._report()
     moved = [step.moved for step in report.steps]
     return {

@@ -23,10 +23,7 @@ Leaf = Bits | str
 
 class Record:
     """Every result of a run, in the order in which it came about: name → bits, or the text of what is no tensor.
-
-    Args:
-        digests: keep a digest of each tensor in place of its bits.
-    """
+    ``digests``: keep a digest of each tensor in place of its bits."""
 
     def __init__(self, *, digests: bool = False) -> None:
         self._keep = _digest if digests else _bits
@@ -36,12 +33,12 @@ class Record:
     def note(self, name: str, value: Any) -> None:
         """Keep a copy of all tensors and numbers in ``value``. The same name may come again: it is counted."""
         self._num_seen[name] = self._num_seen.get(name, 0) + 1
-        for path, leaf in _leaves(f"{name} {self._num_seen[name]}", value):
+        for path, leaf in leaves_of(f"{name} {self._num_seen[name]}", value):
             self.leaves[path] = self._keep(leaf.detach()) if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
-    flat = tensor.contiguous().reshape(-1, 1)
+    flat = tensor.cpu().contiguous().reshape(-1, 1)
     return Bits(tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().copy())
 
 
@@ -64,13 +61,16 @@ def difference(one: Record, two: Record) -> str | None:
     return f"{extra[0]}: missing in the first run" if extra else None
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(f"{name}/{key}", inner)
+            yield from leaves_of(f"{name}/{key}", inner)
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _leaves(f"{name}/{index}", inner)
+            yield from leaves_of(f"{name}/{index}", inner)
+    elif hasattr(value, "getvalue"):  # an object that a rank wrote as bytes
+        value.seek(0)
+        yield from leaves_of(name, torch.load(value, weights_only=False))
     else:
         yield name, value
 

@@ -25,7 +25,6 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import pytest
 import torch
 from torch import nn
 
@@ -60,8 +59,6 @@ Install = Callable[[nn.Module, Any], swap.Run]
 
 
 class RenamedLayer(TransformerLayer):
-    """A fork's layer: another name, and a forward of its own."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, context = super().forward(*args, **kwargs)
         return hidden * 1.01, context
@@ -79,38 +76,23 @@ class Case:
     """One way to train.
 
     Attributes:
-        settings: of ``install``.
-        megatrons: bf16, Megatron's wrappers and its optimizer; else fp32 and torch's AdamW.
-        distributed: Megatron's distributed optimizer.
-        tells: the loop calls ``step``; ``install`` does not know the optimizer.
-        at: the step before which ``install`` is called.
-        refused_first: an ``install`` before fails, since the optimizer's class is not known.
-        closes_at: the step before which it is closed again; ``None``: at the end.
-        schedules: a learning-rate scheduler of torch wraps the inner optimizer after ``install``.
-        of_fork: the model is a fork's.
+        settings: of ``install``, which is called before step ``at``.
+        megatrons: bf16, Megatron's wrappers and its optimizer, the ``distributed`` one; else fp32 and torch's AdamW.
         options: of the model's config.
         peeks: each micro-batch begins with a pass without gradients, as a reference model's.
-        micro_batches: of each step in turn.
-        steps: number of steps.
     """
 
     settings: dict[str, Any]
     megatrons: bool = False
     distributed: bool = False
-    tells: bool = False
-    knows_optimizer: bool = True
     at: int = 0
-    refused_first: bool = False
-    closes_at: int | None = None
-    schedules: bool = False
     of_fork: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     peeks: bool = False
-    micro_batches: tuple[int, ...] = (2,)
     steps: int = 5
 
 
-TRAINING = ("megatrons", "distributed", "of_fork", "options", "peeks", "micro_batches", "steps")
+TRAINING = ("megatrons", "distributed", "of_fork", "options", "peeks", "steps")
 """The fields of a case that matter without swapping."""
 PLAIN: dict[str, dict[str, Any]] = {}
 """Runs without swapping. Cases that train alike share one."""
@@ -123,35 +105,20 @@ def planned(memory_gib: float, **more: Any) -> dict[str, Any]:
 ALL = {"layers": "all", "config": SMALL}
 CASES = {
     "layers": Case(ALL),
-    "some layers": Case({"layers": [0, 2, 3], "config": SMALL}),
     "recompute": Case({"layers": "0-3", "config": SMALL | {"recompute": ["norm", "activation"], "verify": True}}),
     "budget": Case(planned(0.0028), steps=14),
-    "told": Case(planned(0.0028), tells=True, steps=14),
-    "unknown optimizer": Case(planned(0.0028), knows_optimizer=False, steps=14),
-    "wrapped": Case(ALL, megatrons=True),
     "loss": Case({"layers": "all", "config": SMALL | {"loss_chunks": 1}}, megatrons=True, peeks=True, at=1),
     "during training": Case(ALL, megatrons=True, at=2),
     "state": Case({"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True),
-    "state during training": Case(
-        {"layers": "all", "config": SMALL | {"optimizer": 1}}, megatrons=True, at=2, refused_first=True
-    ),
     "distributed state during training": Case(
         {"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True, distributed=True, at=2
     ),
     "budget with state": Case(planned(0.003, optimizer="auto"), megatrons=True, distributed=True, steps=16),
-    "state, closed during training": Case(
-        {"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True, at=1, closes_at=3, schedules=True
-    ),
-    "state, passes without gradients": Case(
-        {"layers": "all", "config": SMALL | {"optimizer": 1}}, megatrons=True, peeks=True
-    ),
     "fork": Case(ALL, of_fork=True),
-    "budget of a fork": Case(planned(0.0028), of_fork=True, steps=14),
     "full recomputation": Case(ALL, options={
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
     }),
     "passes without gradients": Case(planned(0.0028), peeks=True, steps=14),
-    "changing micro-batches": Case(planned(0.0028), micro_batches=(2, 3, 1), steps=18),
 }  # fmt: skip
 
 
@@ -187,12 +154,10 @@ def optimizer_of(case: Case, model: nn.Module) -> Any:
 
 
 def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizers in a chained optimizer of Megatron's, or torch's itself."""
     return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [])] or [optimizer]
 
 
 def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[int], None]) -> Iterator[float]:
-    """Train, and yield every loss and gradient norm."""
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     positions = torch.arange(SEQUENCE, device=DEVICE)[None].expand(2, -1)
     mask = torch.ones(SEQUENCE, SEQUENCE, device=DEVICE).triu(1).bool()[None, None]
@@ -201,7 +166,7 @@ def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[in
         if case.megatrons:
             model.zero_grad_buffer()
         optimizer.zero_grad()
-        for _ in range(case.micro_batches[step % len(case.micro_batches)]):
+        for _ in range(2):
             drawn = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator).to(DEVICE)
             tokens, labels = drawn[:, :-1], drawn[:, 1:]
             batch = {"tokens": tokens, "positions": positions, "mask": mask, "labels": labels}
@@ -222,16 +187,6 @@ def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[in
             model.train()
 
 
-def refuse(model: nn.Module, optimizer: Any, settings: dict[str, Any]) -> None:
-    """Fail to install: the class of one optimizer has another name. Its state must be there again."""
-    inner = inner_of(optimizer)[-1]
-    kind = type(inner)
-    inner.__class__ = type("Unknown", (kind,), {})
-    with pytest.raises(swap.SwapError, match="Unknown"):
-        swap.install(model, optimizer, **settings)
-    inner.__class__ = kind
-
-
 def digest_of(losses: list[float], model: nn.Module, optimizer: Any) -> str:
     """Return the digest of ``losses``, weights, optimizer state, and the scales of 8-bit layers."""
     state = [
@@ -246,28 +201,16 @@ def digest_of(losses: list[float], model: nn.Module, optimizer: Any) -> str:
 
 
 def run(case: Case, *, swaps: bool) -> dict[str, Any]:
-    """Train and return what came out."""
     model = model_of(case)
     optimizer = optimizer_of(case, model)
     swapped: swap.Run | None = None
-    schedulers: list[Any] = []
 
     def before(step: int) -> None:
         nonlocal swapped
         if not swaps:
             return
-        if swapped is not None and case.tells:
-            swapped.step()
-        if swapped is not None and step == case.closes_at:
-            swapped.close()
-            assert not swapped._undo
         if step == case.at:
-            known = optimizer if case.knows_optimizer and not case.tells else None
-            if case.refused_first:
-                refuse(model, optimizer, case.settings)
-            swapped = swap.install(model, known, **case.settings)
-            if case.schedules:
-                schedulers.append(torch.optim.lr_scheduler.ConstantLR(inner_of(optimizer)[0], 1.0))
+            swapped = swap.install(model, optimizer, **case.settings)
 
     losses = list(losses_of(case, model, optimizer, before))
     stats = None
@@ -287,7 +230,6 @@ def unswapped(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the cases that the command line names."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
     parallel_state.initialize_model_parallel()

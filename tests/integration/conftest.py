@@ -21,7 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all pytest workers of this session."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "unswapped"
     shared.mkdir(exist_ok=True)
@@ -30,12 +29,10 @@ def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """Forks trainers for all tests of this worker."""
     with Zygote() as zygote:
         yield zygote
 
 
 @pytest.fixture
 def trainer(zygote: Zygote, tmp_path: Path, shared_runs: Path) -> Trainer:
-    """Runs training. All tests share the runs without swapping."""
     return Trainer(zygote, tmp_path, shared_runs)

@@ -19,8 +19,7 @@ import pretrain_gpt_swap as program
 from megatron.swap.memory.disk_file import BLOCK_BYTES
 
 if __name__ == "__main__":
-    most = int(sys.argv.pop())
-    what = sys.argv.pop()
+    most, what = int(sys.argv.pop()), sys.argv.pop()
     assert what in ("--writes-fail-behind", "--reads-fail-behind", "--killed-behind", "--slow-behind")
     get_batch, read, write = program.get_batch, os.preadv, os.pwritev
     delays = random.Random(0)
@@ -31,34 +30,28 @@ if __name__ == "__main__":
         num_batches += 1
         return get_batch(*arguments)
 
-    def delay() -> None:
+    def happens(kind: str, error: int) -> None:
         global num_slow
-        num_slow += 1
-        time.sleep(0.02 * delays.random())
+        if num_batches >= most and what == f"--{kind}-fail-behind":
+            raise OSError(error, os.strerror(error))
+        if num_batches >= most and what == "--slow-behind":
+            num_slow += 1
+            time.sleep(0.02 * delays.random())
 
     def read_until_then(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if num_batches >= most:
-            if what == "--reads-fail-behind":
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            if what == "--slow-behind":
-                delay()
+        happens("reads", errno.EIO)
         return read(descriptor, buffers, offset)
 
     def write_until_then(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if num_batches >= most:
-            if what == "--writes-fail-behind":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if what == "--slow-behind":
-                delay()
-            if what == "--killed-behind":
-                write(descriptor, [buffers[0][:BLOCK_BYTES]], offset)
-                print("killed in a write", flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
+        happens("writes", errno.ENOSPC)
+        if num_batches >= most and what == "--killed-behind":
+            write(descriptor, [buffers[0][:BLOCK_BYTES]], offset)
+            print("killed in a write", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
         return write(descriptor, buffers, offset)
 
     program.get_batch, os.preadv, os.pwritev = counted, read_until_then, write_until_then
     program.prepare(sys.argv)
     program.main()
-    if what == "--slow-behind":
-        assert num_slow > 0
+    if num_slow:
         print(f"{num_slow} reads and writes were slow", flush=True)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.fuzz.records import Bits, Record, difference, leaves_of
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,8 +54,6 @@ SAVE = {
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one run of the trainer."""
-
     command: str
     returncode: int
     output: str
@@ -79,7 +78,6 @@ class Run:
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment that a launcher would set for ``rank``, with settings that keep small runs fast."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # Megatron-LM may be there
     return {
         "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1",
@@ -90,7 +88,6 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def arguments(flags: str) -> list[str]:
-    """Return the tiny model's flags and ``flags``, as the program gets them."""
     words = shlex.split(flags)
     dropped = {word.removeprefix("^") for word in words if word.startswith("^")}
     return [word for word in TINY if word not in dropped] + [word for word in words if not word.startswith("^")]
@@ -131,10 +128,7 @@ def run_fresh(
 
 class Zygote:
     """The process that forks trainers and worlds (``tests/zygote.py``). It starts when it is first needed.
-
-    Args:
-        folder: has another Megatron than the one that is installed; ``None``: the installed one.
-    """
+    ``folder``: has another Megatron than the installed one."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -212,13 +206,7 @@ def run_of(command: str, codes: list[int], directory: Path) -> Run:
 
 
 class Trainer:
-    """Runs training. Each unswapped configuration runs only once for all tests and all pytest workers.
-
-    Args:
-        zygote: forks the trainers.
-        runs: where this test's runs go.
-        shared: where the unswapped runs go, common to all workers.
-    """
+    """Runs training in ``runs``. Each unswapped configuration runs once for all tests and workers, in ``shared``."""
 
     def __init__(self, zygote: Zygote, runs: Path, shared: Path) -> None:
         self._zygote = zygote
@@ -239,7 +227,6 @@ class Trainer:
         return run
 
     def failing(self, flags: str, **options: Any) -> Run:
-        """Run once; the run must end with an error, and in time."""
         return failed(self.run(flags, check=False, **options))
 
     def live(self, flags: str, *, ranks: int = 1) -> Run:
@@ -290,7 +277,6 @@ def failed(run: Run) -> Run:
 
 
 def recorded(saved: str) -> str:
-    """Return flags for a summary and a last checkpoint in the run's directory."""
     return f"{SUMMARY} {SAVE[saved].format('checkpoint')}"
 
 
@@ -333,57 +319,24 @@ def assert_swapped(run: Run) -> None:
     assert sum(by_layer.values()) == summary["swapped_out_bytes"]
 
 
-def assert_swaps_to_the_end(run: Run) -> None:
-    """Check that the last step has swapped too. A window as wide as the model, for example, leaves nothing to swap."""
-    assert run.summary["swapped_in_bytes"] > 0, run.tail
-    assert run.summary["num_groups"] > 0
-
-
 def assert_same_checkpoints(first: Path, second: Path) -> None:
     """Check that parameters, optimizer state and scheduler state of the last checkpoints are equal to the bit."""
-    one, two = load_checkpoint(first), load_checkpoint(second)
-    assert one.keys() == two.keys()
-    num_compared = sum(value.numel() for value in one.values() if isinstance(value, torch.Tensor))
+    one, two = Record(), Record()
+    for record, folder in ((one, first), (two, second)):
+        record.note("checkpoint", load_checkpoint(folder))
+    num_compared = sum(len(leaf.values) for leaf in one.leaves.values() if isinstance(leaf, Bits))
     assert num_compared > 1_000_000, f"only {num_compared} elements were compared"
-    different = [name for name in one if not _same(one[name], two[name])]
-    assert not different, f"{len(different)} of {len(one)} entries differ: {different[:8]}"
+    assert difference(one, two) is None, difference(one, two)
 
 
 def load_checkpoint(directory: Path) -> dict[str, Any]:
-    """Return all leaves of the last checkpoint in ``directory`` by path, without flags."""
     iteration = int((directory / "latest_checkpointed_iteration.txt").read_text())
     last = directory / f"iter_{iteration:07d}"
-    leaves: dict[str, Any] = {}
     if (last / "metadata.json").exists():
         with tempfile.TemporaryDirectory() as folder:
             dcp_to_torch_save(last, f"{folder}/all.pt")
-            _flatten("", torch.load(f"{folder}/all.pt", weights_only=False), leaves)
+            content = {"": torch.load(f"{folder}/all.pt", weights_only=False)}
     else:
-        for path in sorted(last.rglob("*.pt")):
-            content = torch.load(path, weights_only=False)
-            _flatten(str(path.relative_to(last)), content, leaves)
-    return {name: value for name, value in leaves.items() if "/args" not in name}
-
-
-def _flatten(name: str, value: Any, leaves: dict[str, Any]) -> None:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _flatten(f"{name}/{key}", inner, leaves)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            _flatten(f"{name}/{index}", inner, leaves)
-    elif hasattr(value, "getvalue"):  # an object that a rank wrote as bytes
-        value.seek(0)
-        _flatten(name, torch.load(value, weights_only=False), leaves)
-    else:
-        leaves[name] = value
-
-
-def _same(one: Any, two: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return type(one) is type(two) and repr(one) == repr(two)
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    return torch.equal(
-        one.contiguous().view(-1).view(torch.uint8), two.contiguous().view(-1).view(torch.uint8)
-    )
+        paths = sorted(last.rglob("*.pt"))
+        content = {str(path.relative_to(last)): torch.load(path, weights_only=False) for path in paths}
+    return {name: value for name, value in leaves_of("", content) if "/args" not in name}

@@ -1,7 +1,4 @@
-"""The trainer, whose MLPs read a global that is another one in backward from the third iteration on.
-
-``--reads``, as the last flags: ``result`` or ``backward``: what depends on it.
-"""
+"""The trainer, whose MLPs multiply by a global that is another one in backward from the third iteration on."""
 
 from __future__ import annotations
 
@@ -23,25 +20,12 @@ def factor() -> float:
     return 1.5 if is_other else 1.0
 
 
-class _OfBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.full_like(hidden, factor()))
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * ctx.saved_tensors[0]
-
-
 if __name__ == "__main__":
-    reads = sys.argv.pop()
-    assert sys.argv.pop() == "--reads"
     inner = MLP.forward
 
-    def forward(self: MLP, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, bias = inner(self, hidden_states, *args, **kwargs)
-        return output * factor() if reads == "result" else _OfBackward.apply(output), bias
+    def forward(self: MLP, *args: Any, **kwargs: Any) -> Any:
+        output, bias = inner(self, *args, **kwargs)
+        return output * factor(), bias
 
     MLP.forward = forward  # type: ignore[method-assign]
     program.prepare(sys.argv)

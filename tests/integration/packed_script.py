@@ -1,28 +1,17 @@
-"""The trainer with packed documents on a machine that lacks what Megatron needs for them: stand-ins, nothing else.
+"""The trainer with packed documents on a machine without TransformerEngine.
 
-TransformerEngine's attention takes the documents' lengths; here the local spec's attention turns them into a mask. The
-package ``datasets`` reads the conversations of ``--sft``; here a function does.
+TransformerEngine's attention takes the documents' lengths; here the local spec's attention turns them into a mask.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
-from importlib.machinery import ModuleSpec
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 import pretrain_gpt_swap as program
-
-
-def load_dataset(kind: str, *, data_files: str, split: str) -> list[Any]:
-    assert (kind, split) == ("json", "all")
-    return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
-
 
 if __name__ == "__main__":
     program.prepare(sys.argv)
@@ -30,8 +19,6 @@ if __name__ == "__main__":
     from megatron.swap.trainer import inputs
 
     class PackedAttention(attention.SdpaCoreAttention):
-        """Causal attention within each document: [tokens, heads, channels]."""
-
         def forward(  # type: ignore[override]
             self,
             query: torch.Tensor,
@@ -48,9 +35,6 @@ if __name__ == "__main__":
             crosses = (documents[:, None] != documents)[None, None]
             return super().forward(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), crosses)
 
-    datasets: Any = ModuleType("datasets")
-    datasets.__spec__, datasets.load_dataset = ModuleSpec("datasets", None), load_dataset
-    sys.modules["datasets"] = datasets
     attention.SdpaCoreAttention = PackedAttention  # type: ignore[misc]
     check = inputs.check_packing
     inputs.check_packing = lambda args: check(Namespace(**{**vars(args), "transformer_impl": "with such attention"}))

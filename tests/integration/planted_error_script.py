@@ -11,13 +11,11 @@ import sys
 from typing import Any
 
 import pretrain_gpt_swap as program
-from megatron.swap.planning import pipeline_planner, workload_profiler
+from megatron.swap.planning import pipeline_planner
 from megatron.swap.profiling.recorder import Recorder
 
 PLACES: dict[str, tuple[Any, str]] = {
     "solve": (pipeline_planner, "solve_fractions"),
-    "layers": (pipeline_planner, "whole_layers"),
-    "profile": (workload_profiler, "build_profile"),
     "recorder": (Recorder, "stop"),
 }
 

@@ -62,6 +62,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TRAINING = Case({}, megatrons=True, steps=20 if ON_GPU else 6)
 
+
 def model_of(recipe: str) -> nn.Module:
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
@@ -84,7 +85,6 @@ def model_of(recipe: str) -> nn.Module:
 
 
 def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
-    """Train without swapping, or with the ``settings`` of ``install``."""
     if recipe != "none":
         upstream()[0].reset()  # it knows the scales of earlier runs' layers, and goes on with them
     model = model_of(recipe)
@@ -107,13 +107,11 @@ def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def runs_of(recipe: str, folder: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield the runs of a recipe: names, and settings of ``install``."""
     saved, whole = folder / f"{recipe}.json", folder / f"{recipe}-whole.json"
     kinds = ["norm", "activation"]
     if recipe != "none":
         kinds += ["rotary", "quantized"] + ["linear"] * (recipe != "delayed")
     yield "plain", None
-    yield "plain again", None
     yield "all layers", {"layers": "all", "config": SMALL | {"verify": True, "save_plan": str(saved)}}
     yield "recomputed", {"layers": "all", "config": SMALL | {"verify": True, "recompute": kinds}}
     if RECIPES[recipe].get("fp8_recipe") in ("tensorwise", "blockwise"):
@@ -128,7 +126,6 @@ def runs_of(recipe: str, folder: Path) -> Iterator[tuple[str, dict[str, Any] | N
 
 
 def main() -> None:
-    """Run the recipes that the command line names."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
     parallel_state.initialize_model_parallel()

@@ -14,8 +14,6 @@ from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass, SitePlan
 from megatron.swap.forecast.flags import read_flags
 from tests.integration.harness import WITH_FUSION, arguments
 
-# ------------------------------------------------------------------------------------------------ flags of Megatron
-
 LLAMA = (
     "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --disable-bias-linear "
     "--untie-embeddings-and-output-weights"
@@ -49,8 +47,6 @@ PLANNING_STATE = "--train-iters 16 --lr-decay-iters 16"
 """Enough steps for a plan with optimizer state."""
 DEEP = "--num-layers 8"
 
-# --------------------------------------------------------------------------------------------------- flags of ours
-
 ALL = "--swap-layers all"
 BOTH = "--swap-recompute norm activation"
 KINDS = "--swap-recompute norm activation rotary linear"
@@ -63,8 +59,6 @@ AUTO_AT_ONCE = f"{AUTO} --swap-max-candidates 1"
 """Fewer steps until a plan is chosen."""
 ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
 """Host memory for the buffers between disk and device alone."""
-
-# ----------------------------------------------------------------------------------------------------------- plans
 
 HIDDEN_BYTES = 64 * 2 * 64 * 4
 """Bytes of hidden states: sequence 64, micro-batch 2, width 64, fp32."""
@@ -90,9 +84,6 @@ def plan_for(flags: str, *classes: PlanClass) -> Plan:
     return Plan(read_flags(arguments(flags)).model, None, None, None, classes)
 
 
-# ------------------------------------------------------------------------------------------------------------ rows
-
-
 @dataclass(frozen=True)
 class Row:
     """A training run that is compared with the run without swapping.
@@ -107,7 +98,6 @@ class Row:
         budget: ``--swap-memory-gib`` as a fraction of what autograd holds without swapping.
         lacks: memory that the device lacks, as a fraction of what autograd holds without swapping.
         may_refuse: a reason for which recomputed sites may be refused.
-        num_inputs: layers that Megatron recomputes and whose inputs are offloaded, at least.
         least_state: least fraction of the optimizer's state that the plan offloads.
         is_short: the short run has it.
         is_nightly: the nightly run alone has it.
@@ -124,7 +114,6 @@ class Row:
     budget: float = 0.0
     lacks: float = 0.0
     may_refuse: str = ""
-    num_inputs: int = 0
     least_state: float = 0.0
     is_short: bool = False
     is_nightly: bool = False
@@ -132,7 +121,6 @@ class Row:
 
     @property
     def training(self) -> str:
-        """All flags of the run without swapping."""
         steps = PLANNING_STATE if "--swap-optimizer" in self.swap else PLANNING
         limit = "--swap-cpu-memory-gib 4" if self.lacks else ""
         shape = f"{DEEP} {steps}" if self.budget else "--num-layers 4"
@@ -140,7 +128,6 @@ class Row:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of hidden states as the model computes them."""
         return HIDDEN_BYTES // 2 if "--bf16" in self.flags or "--fp16" in self.flags else HIDDEN_BYTES
 
     @property
@@ -151,14 +138,8 @@ class Row:
 
     @property
     def words(self) -> str:
-        """The flags that it is evidence for."""
         more = {"--swap-memory-gib 1": self.budget, "--swap-plan plan.json": self.plan, "--swap-oom-guard": self.lacks}
         return " ".join([self.flags, self.swap, *filter(more.get, more)])
-
-
-def layers(swap: str, *numbers: int, peak: float, offloaded: float) -> Row:
-    more = {"swapped_layers": list(numbers)}
-    return Row(DEEP, f"--swap-layers {swap}", peak=peak, offloaded=offloaded, expected=more)
 
 
 def spared(flags: str, kinds: str, hidden_units: float) -> Row:
@@ -172,43 +153,32 @@ RMS_NORM_ON_CPU = "one of its inputs is not saved, and keeping that input instea
 
 ROWS: dict[str, Row] = {
     # ------------------------------------------------------------------------------------------ all layers offloaded
-    "fp32": Row(DEEP, is_short=True, peak=0.37, offloaded=220.75),
+    "fp32": Row(DEEP, peak=0.37, offloaded=220.75),
     "bf16-verify": Row("--bf16", is_short=True, peak=0.675, offloaded=72.5),
-    "bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", ALL, is_short=True, peak=0.371, offloaded=544),
-    "experts": Row(MOE, is_short=True, peak=0.729),
-    "mla": Row(MLA, peak=0.714, offloaded=85.5),
-    "mtp": Row("--mtp-num-layers 1", peak=0.683, offloaded=72.25),
+    "bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", ALL, peak=0.371, offloaded=544),
+    "experts": Row(MOE, peak=0.729),
     "fp16": Row("--fp16 --initial-loss-scale 1024", peak=0.675, offloaded=72.5),
-    "llama": Row(LLAMA, is_short=True, peak=0.705, offloaded=82.25),
-    "llama-bf16": Row(f"{LLAMA} --bf16 {DEEP}", ALL, peak=0.355, offloaded=301.5),
+    "llama": Row(LLAMA, peak=0.705, offloaded=82.25),
     "evaluation": Row(f"{EVALUATION} --train-iters 4", peak=0.708, offloaded=72.25),
     "four-micro-batches": Row("--global-batch-size 8", ALL, is_short=True, peak=0.708, offloaded=144.5),
     "given-mask": Row("--reset-attention-mask --reset-position-ids --eod-mask-loss", peak=0.71, offloaded=76.25),
     # ----------------------------------------------------------------------------------------- some layers, a window
-    "some-layers": layers("0,2-4", 0, 2, 3, 4, peak=0.609, offloaded=146.5),
-    "every-third": layers("every:3", 0, 3, 6, peak=0.729, offloaded=109.375),
+    "some-layers": Row(DEEP, "--swap-layers 0,2-4", peak=0.609, offloaded=146.5),
     # Only the last layer stays.
-    "a-small-window": layers("3-7 --swap-prefetch-gib 0.00001", 3, 4, 5, 6, peak=0.603, offloaded=148.5),
-    # The window is one layer.
-    "large-storages": layers("all --swap-min-mib 0.1", 0, 1, 2, 3, 4, 5, peak=0.704, offloaded=96),
+    "a-small-window": Row(DEEP, "--swap-layers 3-7 --swap-prefetch-gib 0.00001",
+        expected={"swapped_layers": [3, 4, 5, 6]}, peak=0.603, offloaded=148.5),
     # The window would reload everything at once. So once the size of a layer is known, nothing is offloaded.
     "a-window-as-wide-as-the-model": Row("", f"{ALL} --swap-prefetch-gib 1", expected={"swapped_out_bytes": 0}),
-    "linear-inputs": Row("", f"{ALL} --swap-modules mlp.linear_fc1 self_attention.linear_qkv",
-        peak=0.951, offloaded=8),
     "core-attention": Row("", f"{ALL} --swap-modules core_attention", peak=0.851, offloaded=24.25),
-    "layer-inputs": Row("", f"{ALL} --swap-modules layer input_layernorm", peak=0.989, offloaded=2),
     # ------------------------------------------------------------------------------------------------- several ranks
-    "dp2-overlap": Row("--bf16 --overlap-grad-reduce --global-batch-size 8", ranks=2, peak=0.675, offloaded=145),
     "dp2-distributed-optimizer": Row("--use-distributed-optimizer --bf16", ranks=2, is_short=True,
         peak=0.674, offloaded=72.5),
     "dp2-overlap-gather": Row(f"{DISTRIBUTED} --bf16", ranks=2, peak=0.674, offloaded=72.5),
     "tp2-dropout": Row(f"{TENSOR} --bf16 {DROPOUT}", ranks=2, is_short=True, peak=0.722, offloaded=204),
-    "tp2-mlp-chunks": Row(f"{TENSOR} --mlp-chunks-for-training 4", ranks=2, peak=0.712, offloaded=88),
     "pp2-mlp-chunks": Row(f"{PIPELINE} --bf16 --mlp-chunks-for-training 4", ranks=2, peak=0.392, offloaded=439),
     "pp2-full": Row(f"{PIPELINE} {FULL} uniform", ranks=2, peak=0.912, offloaded=16.125),
     "pp2-mtp": Row(f"{PIPELINE} --mtp-num-layers 1", ranks=2, peak=0.526, offloaded=437.5),
     "pp2-vpp2": Row(INTERLEAVED, ranks=2, is_short=True, peak=0.35, offloaded=437.5),
-    "pp2-vpp2-evaluation": Row(f"{INTERLEAVED} --bf16 {EVALUATION}", ranks=2, peak=0.351, offloaded=439),
     "ep2": Row(f"{MOE} --expert-model-parallel-size 2", ranks=2, peak=0.737),
     "tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.405, offloaded=536),
     "pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4,
@@ -216,17 +186,13 @@ ROWS: dict[str, Row] = {
     "ep2-dp2": Row(f"{EXPERTS_DP2} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.723,
         is_nightly=True),
     # ------------------------------------------------------------------------------------- Megatron's recomputation
-    "full": Row(f"{FULL} uniform --bf16 {DROPOUT}", WINDOW, num_inputs=2, is_short=True, peak=0.617, offloaded=4.5),
-    "full-four": Row(f"{FULL} uniform --recompute-num-layers 4 --num-layers 16", WINDOW, num_inputs=1,
-        peak=0.806, offloaded=4.25),
-    "full-experts": Row(f"{FULL} uniform {MOE}", WINDOW, num_inputs=2, peak=0.806),
-    "block": Row(f"{FULL} block --recompute-num-layers 4 {DEEP}", ALL, peak=0.687, offloaded=78.5),
+    "full": Row(f"{FULL} uniform --bf16 {DROPOUT}", WINDOW, is_short=True, peak=0.617, offloaded=4.5),
     "block-and-sites": Row(
         f"{FULL} block --recompute-num-layers 4 {DEEP}", f"{ALL} {BOTH}",
         expected={"recomputed_bytes": 2 * 4 * 6 * HIDDEN_BYTES}, peak=0.522, offloaded=54.5),
     # Others need TransformerEngine (layernorm) or grouped matrix products on a GPU (moe_act). The local spec's mlp
     # with biases recurses without end upstream: its bias leaves the checkpointed function as it came.
-    "selective-attention": Row(f"{SELECTIVE} core_attn {DROPOUT}", ALL, is_short=True, peak=0.715, offloaded=80),
+    "selective-attention": Row(f"{SELECTIVE} core_attn {DROPOUT}", ALL, peak=0.715, offloaded=80),
     "selective-mlp": Row(f"{SELECTIVE} mlp core_attn --disable-bias-linear --bf16", ALL, peak=0.627, offloaded=40),
     "selective-experts": Row(f"{SELECTIVE} moe {MOE}", ALL, peak=0.68),
     "selective-shared-experts": Row(f"{SELECTIVE} shared_experts {MOE} --moe-shared-expert-intermediate-size 64", ALL,
@@ -236,13 +202,10 @@ ROWS: dict[str, Row] = {
     "sites": Row("", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.313, offloaded=24.25),
     "sites-bf16-dropout": Row(f"--bf16 {DROPOUT} {WITH_FUSION}", f"{ALL} {KINDS} --swap-verify",
         peak=0.605, offloaded=140),
-    "sites-gelu": Row(WITH_FUSION, f"{ALL} {BOTH} --swap-verify", peak=0.534, offloaded=48.25),
     "sites-llama": Row(f"{FUSED_LLAMA} {DEEP}", f"{ALL} {EVERY_KIND} --swap-verify", is_short=True,
         peak=0.162, offloaded=52.75),
     "sites-llama-bf16": Row(f"{FUSED_LLAMA} --bf16", f"{ALL} {BOTH} --swap-verify", ranks=2, may_refuse=RMS_NORM_ON_CPU,
         peak=0.611, offloaded=76.5),
-    "sites-half-rotary": Row(f"{NO_BIAS} --rotary-percent 0.5 --rotary-interleaved",
-        f"--swap-layers 0-1 {EVERY_KIND} --swap-verify", peak=0.214, offloaded=7.25),
     "sites-qk-layernorm": Row("--qk-layernorm", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.318, offloaded=25.25),
     "sites-experts": Row(MOE, f"{ALL} {EVERY_KIND} --swap-verify", peak=0.419),
     "sites-mla": Row(MLA, f"{ALL} {EVERY_KIND} --swap-verify", peak=0.533, offloaded=57.5),
@@ -252,21 +215,14 @@ ROWS: dict[str, Row] = {
     "sites-pp2": Row(f"{NO_BIAS} {PIPELINE}", f"--swap-layers 0-5 {EVERY_KIND} --swap-verify", ranks=2,
         peak=0.139, offloaded=53.5),
     "sites-selective": Row(f"{SELECTIVE} core_attn", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.311, offloaded=24),
-    "spared-norm": spared("", "norm", 2),
-    "spared-activation": spared("", "activation", 4),
     "spared-gelu": spared(WITH_FUSION, "norm activation", 6),
     "spared-swiglu": spared(FUSED_LLAMA, "norm activation", 4),  # a gated MLP is 2 x 64 wide here, not 4 x 64
-    "spared-residual": spared("", "residual", 1),
     "spared-fused-residual": spared(f"{FUSED_LLAMA} ^--no-bias-dropout-fusion", "residual", 1),
-    "spared-rotary": spared("", "rotary", 2),  # queries and keys; linear_qkv's output is there for the values
-    "spared-linear": spared("", "linear", 3),  # with biases the activation saves a sum that no linear layer made
-    "spared-rotary-linear": spared(NO_BIAS, "rotary linear", 2 + 3 + 4),
     "spared-grouped": spared(FUSED_LLAMA, "rotary linear", 1 + 0.5 + 2 + 4),  # two heads share keys and values
     "spared-all": spared(NO_BIAS, "norm activation rotary residual linear", 2 + 2 + 2 + 1 + 3 + 4),
     # ------------------------------------------------------------------------------------------------------- plans
     "plan": Row(f"--bf16 {DROPOUT} {DEEP}", "--swap-verify", plan=MIXED, is_short=True,
         peak=0.839, offloaded=64),
-    "plan-llama": Row(f"{FUSED_LLAMA} {DEEP}", "--swap-verify", plan=MIXED, peak=0.716, offloaded=48),
     "plan-tp2": Row(f"{TENSOR} {DEEP}", "--swap-verify", plan=MIXED, ranks=2, peak=0.681, offloaded=56),
     "plan-pp2": Row(PIPELINE, "--swap-verify", plan=MIXED, ranks=2, peak=0.545, offloaded=112),
     "plan-experts": Row(f"{MOE} {DEEP}", "--swap-verify", plan=(PlanClass("0-7", {FC1_OUTPUT: KEEP, NORMS[0]: AGAIN,
@@ -277,25 +233,18 @@ ROWS: dict[str, Row] = {
     "whole-pp2": Row(f"{PIPELINE} {DROPOUT}", "--swap-verify", plan=EVERY_OTHER, ranks=2, peak=0.486, offloaded=48),
     # Scores of three experts are summed in the order of ``topk``, which Megatron lets sort with gradients alone.
     "whole-experts": Row(f"{MOE} --moe-router-topk 3 {DEEP}", "", plan=WHOLE, peak=0.036),
-    "whole-every-other": Row(f"{FUSED_LLAMA} {DEEP}", "--swap-verify", plan=EVERY_OTHER, peak=0.561, offloaded=24),
     # --------------------------------------------------- rotary positions: each scaling beside each other flag's values
     "rope-scaled-base-grouped": Row(f"--use-rope-scaling --rotary-base 500000 {GROUPED}", ROTARY,
         peak=0.646, offloaded=60.25),
-    "rope-scaled-half": Row("--use-rope-scaling --rotary-percent 0.5 --rotary-interleaved", ROTARY,
-        peak=0.633, offloaded=63.25),
     # Megatron refuses it interleaved.
-    "yarn-base": Row(f"{YARN} --rotary-base 500000", ROTARY, peak=0.635, offloaded=64.25),
     "yarn-half-grouped": Row(f"{YARN} --mscale 0.7 --rotary-percent 0.5 {GROUPED}", ROTARY,
         peak=0.646, offloaded=60.25),
-    "interpolated-base": Row(f"{INTERPOLATED} --rotary-base 500000 --rotary-percent 0.5", ROTARY,
-        peak=0.633, offloaded=63.25),
     "interpolated-grouped": Row(f"{INTERPOLATED} --rotary-interleaved {GROUPED}", ROTARY,
         peak=0.646, offloaded=60.25),
     # --------------------------------------------------------------------------------------------- the loss in a chunk
     "loss-untied": Row(f"--bf16 --untie-embeddings-and-output-weights {MASKED}", f"{ALL} --swap-loss-chunks 1",
         peak=0.675, offloaded=72.5),
-    "loss-mtp": Row("--mtp-num-layers 1", f"{ALL} --swap-loss-chunks 1", peak=0.684, offloaded=72.25),
-    "loss-tp2": Row(TENSOR, f"{ALL} --swap-loss-chunks 1", ranks=2, is_short=True, peak=0.714, offloaded=88),
+    "loss-tp2": Row(TENSOR, f"{ALL} --swap-loss-chunks 1", ranks=2, peak=0.714, offloaded=88),
     "loss-pp2": Row(f"{PIPELINE} --bf16", f"{ALL} --swap-loss-chunks 1", ranks=2, peak=0.392, offloaded=439),
     # ----------------------------------------------------------------------------------------------- optimizer state
     "state": Row(PLANNING_STATE, "--swap-optimizer 1"),
@@ -303,48 +252,67 @@ ROWS: dict[str, Row] = {
     "state-of-skipped-steps": Row(SKIPS_STEPS, "--swap-optimizer 1"),
     "state-and-layers": Row(f"{BF16} {DEEP}", f"{ALL} --swap-optimizer 0.7", is_short=True,
         peak=0.362, offloaded=245.5),
-    "state-on-disk": Row(f"{BF16} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}", is_short=True),
+    "state-on-disk": Row(f"{BF16} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}"),
     "state-on-disk-dp2": Row(f"{BF16} {DISTRIBUTED} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}",
                              ranks=2),
-    **{f"state-of-{name}": Row(f"{BF16} --optimizer {name}", "--swap-optimizer 1", is_short=name == "muon")
+    **{f"state-of-{name}": Row(f"{BF16} --optimizer {name}", "--swap-optimizer 1")
        for name in ("sgd", "lion", "muon", "soap")},
     "state-without-clipping": Row(f"{BF16} --clip-grad 0", "--swap-optimizer 1"),
-    "state-of-muon-tp2": Row(f"{BF16} --optimizer muon {TENSOR}", "--swap-optimizer 1", ranks=2),
     "state-of-muon-dp2": Row(f"{BF16} --optimizer muon {DISTRIBUTED}", "--swap-optimizer 1", ranks=2),
     "state-of-dist-muon": Row(f"{BF16} --optimizer dist_muon", "--swap-optimizer 1", ranks=2),
-    "state-dp2": Row(f"{BF16} {PLANNING_STATE}", "--swap-optimizer 1", ranks=2),
     "state-dp2-distributed": Row(f"{BF16} {DISTRIBUTED} {PLANNING_STATE}", "--swap-optimizer 1", ranks=2),
-    "state-dp2-distributed-fp32": Row(f"{DISTRIBUTED} {PLANNING_STATE}", "--swap-optimizer 1", ranks=2),
     # ------------------------------------------------------------------------------------------------------- budgets
     "budget": Row("", "", budget=0.8),
-    "budget-bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", "", budget=0.6),
     "budget-llama": Row(FUSED_LLAMA, "", budget=0.6, is_short=True),
     "budget-mlp-chunks": Row(f"{FUSED_LLAMA} --mlp-chunks-for-training 4", "", budget=0.6),
     "budget-experts": Row(MOE, "", budget=0.75),
     "budget-mla": Row(MLA, "", budget=0.75),
-    "budget-mtp": Row("--mtp-num-layers 1", "", budget=0.75),
     "budget-fp16": Row("--fp16 --initial-loss-scale 1024", "", budget=0.75),
     "budget-selective": Row(f"{SELECTIVE} core_attn", "", budget=0.75),
     "budget-selective-mlp": Row(f"{SELECTIVE} mlp --disable-bias-linear", "", budget=0.75, is_nightly=True),
     "budget-selective-experts": Row(f"{MOE} {SELECTIVE} moe", "", budget=0.75, is_nightly=True),
     "budget-dp2": Row("", "", budget=0.7, ranks=2),
     "budget-tp2": Row(TENSOR, "", budget=0.7, ranks=2),
-    "budget-pp2": Row(PIPELINE, "", budget=0.7, ranks=2, is_nightly=True),
     "budget-pp2-vpp": Row(f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 2", "", budget=0.7, ranks=2),
-    **{f"budget-{layout}": Row(f"{PIPELINE} --pipeline-model-parallel-layout '{layout}' {more}", "", budget=0.7,
-                               ranks=2, is_nightly="8" in layout and not more)
-       for layout, more in (("Et*8|L", ""), ("E|t*8L", ""), ("Et*8|mL", "--mtp-num-layers 1"), ("Et*3|t*3|t*2|L", ""))},
-    "budget-and-state": Row(BF16, AUTO, budget=0.3, least_state=0.5),
+    "budget-layout": Row(f"{PIPELINE} --pipeline-model-parallel-layout 'Et*8|mL' --mtp-num-layers 1", "", budget=0.7,
+        ranks=2),
+    "budget-layout-in-chunks": Row(f"{PIPELINE} --pipeline-model-parallel-layout 'Et*3|t*3|t*2|L'", "", budget=0.7,
+        ranks=2),
     "budget-and-state-dp2": Row(f"{BF16} {DISTRIBUTED}", AUTO, budget=0.3, least_state=0.5, ranks=2),
     "budget-tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", AUTO_AT_ONCE, budget=0.45, ranks=4),
     "budget-pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", AUTO_AT_ONCE,
                            budget=0.225, ranks=4, is_nightly=True),
     "budget-ep2-dp2": Row(f"{EXPERTS_DP2} --bf16", AUTO_AT_ONCE, budget=0.225, ranks=4, is_nightly=True),
     # ----------------------------------------------------------------------------------------------------- the guard
-    "guard": Row("", "--swap-layers none --swap-verify --swap-save-plan plan.json", lacks=0.5),
     "guard-bf16-dropout": Row(f"--bf16 {DROPOUT}", "--swap-layers none", lacks=0.5),
     "guard-llama": Row(LLAMA, "--swap-layers 1-2 --swap-recompute norm", lacks=0.5, is_short=True),
     "guard-experts": Row(MOE, "--swap-layers none", lacks=0.5),
     "guard-pp2": Row(PIPELINE, "--swap-layers none", lacks=0.5, ranks=2),
     "guard-tp2": Row(TENSOR, "--swap-layers 0", lacks=0.5, ranks=2),
 }  # fmt: skip
+
+PACKED = "--dataloader-inter-document-masking"
+VPP = f"{INTERLEAVED} --micro-batch-size 1"
+OF_DOCUMENTS = {
+    "all-kinds": (FUSED_LLAMA, f"{ALL} {EVERY_KIND} --swap-verify", 1),
+    "pp2-vpp2": (VPP, f"{ALL} {EVERY_KIND}", 2),  # two of four stages read no tokens
+    "full": (f"{FULL} uniform", ALL, 1),
+}
+"""Runs of ``test_packed.py``, with packed documents: flags of Megatron, ours, and ranks."""
+WITH_HOOKS = (
+    ("--overlap-grad-reduce", 1), ("--overlap-grad-reduce --use-distributed-optimizer --global-batch-size 8", 2),
+)  # fmt: skip
+"""Runs of ``test_gradient_fusion.py``: flags of Megatron, and ranks."""
+FUSED_SWAPS = (ALL, f"--swap-layers 0-3 {KINDS}")
+ALSO_COMPARED = (
+    *((f"{flags} {swap} {PACKED}", ranks) for flags, swap, ranks in OF_DOCUMENTS.values()),
+    (f"{PACKED} --swap-memory-gib 1", 1),
+    *((f"--bf16 {flags} {swap}", ranks) for flags, ranks in WITH_HOOKS for swap in FUSED_SWAPS),
+)
+"""Tests beside the matrix that count for docs/reference/support.md: flags and ranks."""
+UPSTREAM_CANNOT = (
+    ("--tensor-model-parallel-size 2 --sequence-parallel", 2, "sequence parallel not supported by torch LayerNorm"),
+    ("--context-parallel-size 2", 2, "the local spec's attention does not support it"),
+    (f"{SELECTIVE} layernorm", 1, "FP8GlobalStateManager"),
+)
+"""Flags of Megatron that need TransformerEngine, swapping or not: ranks, and what it says."""

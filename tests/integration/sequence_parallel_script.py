@@ -1,7 +1,7 @@
-"""An output layer of Megatron's on two tensor-parallel ranks, with and without sequence parallelism.
+"""The end of a model of Megatron's on two tensor-parallel ranks, with and without sequence parallelism.
 
-Without TransformerEngine no whole model trains with sequence parallelism: torch's norms refuse it. So the model here is
-the end of one. Prints ``equal`` if chunks give what Megatron gives.
+Without TransformerEngine no whole model trains so: torch's norms refuse it. Prints ``equal`` if chunks give what
+Megatron gives.
 """
 
 # ruff: noqa: E402
@@ -33,8 +33,6 @@ RANKS, TOKENS, BATCH, WIDTH, WORDS = 2, 22, 3, 16, 64
 
 
 class Head(LanguageModule):
-    """The end of a model: output layer and loss."""
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.pre_process, self.post_process = False, True
@@ -51,7 +49,6 @@ class Head(LanguageModule):
 
 
 def results(head: Head, *, is_parallel: bool) -> list[torch.Tensor]:
-    """Return losses, gradients, and the most likely words."""
     chance = torch.Generator().manual_seed(3)
     hidden = torch.randn(TOKENS, BATCH, WIDTH, generator=chance).to(head.output_layer.weight.dtype)
     labels = torch.randint(WORDS, (BATCH, TOKENS), generator=chance)
@@ -66,7 +63,6 @@ def results(head: Head, *, is_parallel: bool) -> list[torch.Tensor]:
 
 
 def check(dtype: torch.dtype, tolerance: float, *, is_parallel: bool) -> None:
-    """Compare chunks with the whole."""
     model_parallel_cuda_manual_seed(1)
     head = Head(TransformerConfig(
         num_layers=1, hidden_size=WIDTH, num_attention_heads=2, use_cpu_initialization=True,

@@ -1,8 +1,7 @@
 """Every command in the pages that a user reads, run as printed on a machine without a GPU, if no other test runs it.
 
-Each page runs in a working copy of its own, top to bottom, so that nothing lands in this one. Its tiny preset has
-half of the micro-batches: ``test_examples`` trains the whole one. The environment is the one that runs the tests.
-Lines that would install, download or run these very tests are left out.
+Each page runs in a working copy of its own, top to bottom, so that nothing lands in this one. The environment is the
+one that runs the tests. Lines that would install, download or run these very tests are left out.
 """
 
 from __future__ import annotations
@@ -13,25 +12,20 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.commands import Block, blocks
+from tests.commands import Block, blocks, of_kind
 from tests.integration.harness import CHECKED
 from tests.pages import ROOT, user_pages
 from tests.unit.test_house import NOT_OURS
 
 FIRST = "bash examples/pretrain_gpt_swap.sh --swap-layers 0-23"
 """``test_examples.test_the_first_command`` runs it, and reads what it prints."""
-TRACED = "PROFILER=torch PROFILE_STEPS=3 bash tools/profile.sh --swap-layers 0-3"
-"""``test_profile`` runs it, with a smaller model."""
 EXAMPLES = tuple(f"PYTHONPATH=. .venv/bin/python examples/{name}.py" for name in ("swap_hugging_face", "swap_cnn"))
 """``test_examples`` runs them, and reads what they print."""
-QUICK = tuple(f".venv/bin/python tools/{name} quick" for name in ("bench.py --suite", "sweep.py --sweep"))
-"""``test_bench`` and ``test_sweep`` run parts of them."""
-OTHERS = (FIRST, TRACED, *EXAMPLES, *QUICK)
+OTHERS = (FIRST, *EXAMPLES)
 """Lines that other tests run."""
 LEFT_OUT = re.compile(
     r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install|"
@@ -39,27 +33,17 @@ LEFT_OUT = re.compile(
 )
 NAMES = ("megatron-swap plan", "megatron-swap plan --table")
 """Programs that pages speak of by these words, and that need arguments."""
+WAIT = 'for id in "${ids[@]}"; do wait "$id"; done'
 TIMEOUT_S = 900.0
 HF_CONFIG = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3,
     "num_attention_heads": 4, "max_position_embeddings": 8192,
 }  # fmt: skip
 """The reader's own model."""
-TINY = ("micro=4 batch=8 vocabulary=257", "micro=4 batch=4 vocabulary=257")
-"""The preset without a GPU, and what pages run: one micro-batch a step in place of two. The peak is the same."""
-
-
-def with_blocks(kind: str) -> list[Path]:
-    return [page for page in user_pages() if any(block.kind == kind for block in blocks(page))]
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first training command of a copy would make."""
     folder = tmp_path_factory.mktemp("corpus")
     subprocess.run([sys.executable, "tools/prepare_stdlib_corpus.py", "--folder", folder], cwd=ROOT, check=True)
     return folder
@@ -73,34 +57,21 @@ def copy(tmp_path: Path, corpus: Path) -> Path:
     shutil.copytree(corpus, folder / ".data")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
-    example = folder / "examples" / "pretrain_gpt_swap.sh"
-    assert example.read_text().count(TINY[0]) == 1
-    example.write_text(example.read_text().replace(*TINY))
     return folder
 
 
-def start(script: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+def run(script: str, folder: Path) -> None:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_SWAP_", "PYTEST_"))}
     paths = os.pathsep.join([str(folder / ".venv" / "bin"), os.environ["PATH"]])
     ours = {"PATH": paths, "PYTHONPATH": str(folder), **CHECKED, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1"}  # fmt: skip
-    return subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=given | ours, stdin=subprocess.DEVNULL,
-        stdout=log.open("wb"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def run(scripts: Sequence[str], folder: Path) -> None:
-    """Run the scripts at the same time; all must end well."""
-    logs = [folder.parent / f"log-{number}" for number in range(len(scripts))]
-    started = [start(script, folder, log) for script, log in zip(scripts, logs, strict=True)]
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for script, log, code in zip(scripts, logs, codes, strict=True):
-        assert code == 0, f"{script}\nexit status {code}, last lines:\n{log.read_text(errors='replace')[-4000:]}"
+    with (folder.parent / "log").open("w+", errors="replace") as log:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=given | ours, stdin=subprocess.DEVNULL,
+            stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
+        )  # fmt: skip
+        log.seek(0)
+        assert done.returncode == 0, f"{script}\nexit status {done.returncode}, last lines:\n{log.read()[-4000:]}"
 
 
 def runnable(block: Block) -> str:
@@ -117,35 +88,19 @@ def runnable_blocks(page: Path) -> list[str]:
     return [script for script in found if script and script not in done]
 
 
-SMALL = "docs/reference/files.md"
-"""The page whose commands run in ``--all``, too."""
-PAGES = [
-    pytest.param(page, marks=() if name_of(page) == SMALL else pytest.mark.nightly, id=name_of(page))
-    for page in user_pages() if runnable_blocks(page)
-]  # fmt: skip
-
-
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", filter(runnable_blocks, user_pages()), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_on_a_cpu(page: Path, copy: Path) -> None:
     for script in runnable_blocks(page):
-        run([script], copy)
+        run(script, copy)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", with_blocks("cluster"), ids=name_of)
-def test_a_cluster_on_one_machine(page: Path, copy: Path) -> None:
+def test_a_cluster_on_one_machine(copy: Path) -> None:
     """A block has one command for each machine: they run at the same time here, one process each."""
-    for block in blocks(page):
-        if block.kind == "cluster":
-            commands = block.script.splitlines()
-            assert len(commands) > 1, block.text
-            run(commands, copy)
-
-
-def test_what_fails_is_told(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="exit status 3"):
-        run(["true", "exit 3"], tmp_path)
-    block = Block("a.md", "", "bash tests/run.sh   # all\n\n.venv/bin/pip install -e .\necho a \\\n    b  # comment\n")
-    assert runnable(block) == "echo a b"
+    for block in of_kind("cluster"):
+        commands = block.script.splitlines()
+        assert len(commands) > 1, block.text
+        run("\n".join(["ids=()", *(f"{command} & ids+=($!)" for command in commands), WAIT]), copy)

@@ -8,14 +8,7 @@ import pytest
 
 from megatron.swap.common.plan import load_plan, save_plan
 from megatron.swap.common.types import GIB
-from tests.integration.harness import (
-    SWAP_SMALL,
-    Run,
-    Trainer,
-    assert_same_training,
-    assert_swapped,
-    assert_swaps_to_the_end,
-)
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_training, assert_swapped
 from tests.integration.rows import (
     ANGLES_BYTES,
     HIDDEN_BYTES,
@@ -66,18 +59,16 @@ def test_equal_to_the_bit(trainer: Trainer, tmp_path: Path, name: str) -> None:
     if row.offloaded is not None:
         assert summary["swapped_out_bytes"] == row.offloaded * row.hidden_bytes
     if row.offloads and row.expected.get("swapped_out_bytes") != 0:
-        assert_swaps_to_the_end(run)
+        assert summary["swapped_in_bytes"] > 0, "the last step has not swapped"
+        assert summary["num_groups"] > 0
         assert summary["saved_peak_bytes"] < plain.summary["saved_peak_bytes"]
     if "--pipeline" in row.training and (row.offloads or row.budget):
         assert len({tuple(rank["swapped_layers"]) for rank in summary["ranks"]}) > 1, "each stage has its own layers"
-    if row.num_inputs:
-        assert_offloads_inputs(row, run)
     if "--swap-optimizer" in row.swap and not row.budget:
         assert_offloads_state(row, run)
 
 
 def ours(row: Row, plain: Run, folder: Path) -> str:
-    """Return the flags of ours, with the figures that follow from the run without swapping."""
     flags, saved_gib = row.swap, plain.summary["saved_peak_bytes"] / GIB
     if not row.budget:  # a planner measures the link: it would recompute everything
         flags += " --swap-cpu-delay-ms 2"
@@ -145,13 +136,6 @@ def assert_follows_plan(row: Row, run: Run) -> None:
     if row.plan == MIXED:
         assert run.summary["swapped_layers"] == OFFLOADED_OF_MIXED
         assert "saved, but not in the plan, so kept: " in run.output
-
-
-def assert_offloads_inputs(row: Row, run: Run) -> None:
-    """Check that the input of each recomputed layer is offloaded in both micro-batches."""
-    offloaded = [entry["swapped_out_bytes"] for entry in run.summary["layers"] if entry["swapped_out_bytes"]]
-    assert len(offloaded) >= row.num_inputs
-    assert min(offloaded) >= 2 * row.hidden_bytes
 
 
 def assert_offloads_state(row: Row, run: Run) -> None:

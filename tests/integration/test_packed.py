@@ -5,7 +5,6 @@ Megatron packs them for TransformerEngine's attention alone. On the CPU ``packed
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -13,25 +12,13 @@ import pytest
 import torch
 
 from megatron.swap.common.types import GIB
-from tests.integration.harness import (
-    SWAP_SMALL,
-    Run,
-    Trainer,
-    assert_same_training,
-    assert_swapped,
-    recorded,
-)
-from tests.integration.rows import FULL, FUSED_LLAMA, TENSOR
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_training, assert_swapped, recorded
+from tests.integration.rows import EVERY_KIND, FUSED_LLAMA, OF_DOCUMENTS
+from tests.integration.rows import PACKED as FLAG
 from tests.integration.test_fp8 import MODEL, SMALL
 from tools.indexed_text import BYTE_LEVEL_FLAGS, write_byte_level
 
 PACKED = Path(__file__).with_name("packed_script.py")
-KINDS = "--swap-recompute norm activation rotary residual linear"
-FLAG = "--dataloader-inter-document-masking"
-VPP = (
-    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 "
-    "--global-batch-size 8"
-)
 LENGTHS = (1, 2, 5, 13, 39)
 
 
@@ -45,93 +32,33 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"^--mock-data --data-path {prefix} --split 100,0,0 {BYTE_LEVEL_FLAGS}"
 
 
-@pytest.fixture(scope="module")
-def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return flags for conversations of several lengths, and a tokenizer of their words."""
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    folder, drawn = tmp_path_factory.mktemp("conversations"), random.Random(2)
-    words = ["<unk>", "<end>", *(f"w{number}" for number in range(400))]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
-    fast.save_pretrained(str(folder))
-
-    def said(role: str) -> dict[str, str]:
-        return {"role": role, "content": " ".join(drawn.choices(words[2:], k=drawn.choice(LENGTHS))) + " "}
-
-    lines = [[said(role) for _ in range(3) for role in ("system", "user", "assistant")] for _ in range(20)]
-    (folder / "train.jsonl").write_text("\n".join(json.dumps({"messages": line}) for line in lines))
-    return (
-        f"^--mock-data --sft --data-path {folder / 'train.jsonl'} --split 100,0,0 --tokenizer-type SFTTokenizer "
-        f"--tokenizer-model {folder} --sft-tokenizer-prompt-format identity"
-    )
+def compared(trainer: Trainer, flags: str, swap: str, ranks: int = 1) -> Run:
+    """Return the run with swapping, which equals the run without."""
+    run = trainer.run(f"{flags} {SWAP_SMALL} {swap} {recorded('torch')}", ranks=ranks, program=PACKED)
+    assert_same_training(trainer.unswapped(flags, ranks=ranks, program=PACKED), run)
+    return run
 
 
-def pair(trainer: Trainer, flags: str, swap: str, ranks: int = 1) -> tuple[Run, Run]:
-    plain = trainer.unswapped(flags, ranks=ranks, program=PACKED)
-    return plain, trainer.run(f"{flags} {SWAP_SMALL} {swap} {recorded('torch')}", ranks=ranks, program=PACKED)
-
-
-@pytest.mark.supports(f"{FLAG} {KINDS}")
-@pytest.mark.parametrize(
-    ("flags", "swap", "ranks"),
-    [
-        pytest.param(FUSED_LLAMA, f"--swap-layers all {KINDS} --swap-verify", 1, id="all-kinds"),
-        pytest.param(
-            f"{FUSED_LLAMA} --bf16 --mlp-chunks-for-training 3 --swap-loss-chunks 4", f"--swap-layers 0-5 {KINDS}", 1,
-            id="chunks",
-        ),
-        pytest.param(VPP, f"--swap-layers all {KINDS}", 2, id="pp2-vpp2"),  # two of four stages read no tokens
-        pytest.param(TENSOR, "--swap-layers all --swap-recompute rotary", 2, id="tp2"),
-        pytest.param(f"{FULL} uniform", "--swap-layers all", 1, id="full"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "swap", "ranks"), OF_DOCUMENTS.values(), ids=OF_DOCUMENTS)
 def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: str, ranks: int) -> None:
-    plain, run = pair(trainer, f"{documents} {FLAG} {flags}", swap, ranks)
-    assert_same_training(plain, run)
+    run = compared(trainer, f"{documents} {FLAG} {flags}", swap, ranks)
     assert_swapped(run)
     assert (run.summary["recomputed_bytes"] > 0) == ("--swap-recompute" in swap)
     assert run.summary["num_late"] == 0
     assert not [line for line in run.summary["recompute_refused"] if "different bits" in line]
 
 
-def test_documents_are_what_masks_would_make_them(trainer: Trainer, documents: str) -> None:
-    """Without packing, masks and positions that are reset give the same losses, but for rounding."""
-    packed = trainer.unswapped(f"{documents} {FLAG}", program=PACKED)
-    masked = trainer.unswapped(f"{documents} --reset-attention-mask --reset-position-ids")
-    crossing = trainer.unswapped(documents)
-    losses = [[float.fromhex(loss) for loss in run.summary["losses"]] for run in (packed, masked, crossing)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert losses[0] != pytest.approx(losses[2], rel=1e-5)
-
-
-@pytest.mark.supports(f"{FLAG} --swap-memory-gib 1")
 def test_a_planner_is_not_disturbed_by_their_number(trainer: Trainer, documents: str) -> None:
     """Unfused rotary embeddings save some tensors of each document: more or fewer in each step, as many bytes."""
     flags = f"{documents} {FLAG} {FUSED_LLAMA} --train-iters 14 --lr-decay-iters 14"
     budget_gib = 0.6 * trainer.unswapped(flags, program=PACKED).summary["saved_peak_bytes"] / GIB
-    plain, run = pair(trainer, flags, f"--swap-memory-gib {budget_gib}")
-    assert_same_training(plain, run)
+    run = compared(trainer, flags, f"--swap-memory-gib {budget_gib}")
     planning = run.summary["planning"]
     assert planning["stages"][-1]["stage"] == "stable", planning
     assert planning["num_replans"] == 0
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
     last = run.summary["steps"][-1]
     assert last["swapped_out_bytes"] + last["recomputed_bytes"] > 0
-
-
-def test_conversations(trainer: Trainer, conversations: str) -> None:
-    plain, run = pair(trainer, f"{conversations} {FUSED_LLAMA}", f"--swap-layers all {KINDS}")
-    assert_same_training(plain, run)
-    assert_swapped(run)
-
-
-def test_refused_before_the_model_is_built(trainer: Trainer, documents: str) -> None:
-    run = trainer.failing(f"{documents} {FLAG}")
-    assert "Traceback" not in run.output, run.tail
-    assert run.error.startswith(f"{FLAG} cannot be combined with --transformer-impl local: its attention"), run.tail
 
 
 @pytest.mark.gpu
@@ -146,7 +73,7 @@ def test_on_a_gpu(trainer: Trainer, documents: str, tmp_path: Path) -> None:
 
     plan, plain = tmp_path / "plan.json", trained(f"{FLAG} --swap-layers none")
     assert plain.summary["losses"] != trained("--swap-layers none").summary["losses"], "documents see one another"
-    swapped = trained(f"{FLAG} {SMALL} --swap-layers all {KINDS} --swap-verify --swap-save-plan {plan}")
+    swapped = trained(f"{FLAG} {SMALL} --swap-layers all {EVERY_KIND} --swap-verify --swap-save-plan {plan}")
     by_plan = trained(f"{FLAG} {SMALL} --swap-plan {plan} --swap-loss-chunks 1")
     for run in (swapped, by_plan):
         assert_same_training(plain, run)
@@ -156,7 +83,3 @@ def test_on_a_gpu(trainer: Trainer, documents: str, tmp_path: Path) -> None:
     planned = trained(f"{FLAG} {SMALL} --swap-memory-fraction 0.9")
     assert_same_training(plain, planned)
     assert planned.summary["planning"]["stages"][-1]["stage"] == "stable"
-    chunks = f"{FLAG} --mlp-chunks-for-training 3 --swap-loss-chunks 4"
-    in_chunks = trained(f"{chunks} {SMALL} --swap-layers all {KINDS}")
-    assert_same_training(trained(f"{chunks} --swap-layers none"), in_chunks)
-    assert_swapped(in_chunks)

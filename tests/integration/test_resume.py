@@ -1,44 +1,31 @@
-"""Save and resume with swapping: the result equals one run without swapping."""
+"""Save and resume: the result equals one run without swapping."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.integration.harness import (
-    SWAP_SMALL,
-    Trainer,
-    assert_same_checkpoints,
-    assert_swapped,
-    recorded,
-)
+from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_checkpoints, assert_swapped, recorded
 
 
-@pytest.mark.supports("--swap-layers all")
 @pytest.mark.parametrize(
-    ("flags", "saved"),
+    ("flags", "saved", "swaps_on"),
     [
-        pytest.param("--attention-dropout 0.1 --hidden-dropout 0.1", "torch", id="dropout", marks=pytest.mark.short),
-        pytest.param("--bf16", "torch_dist", id="bf16-torch_dist"),
+        pytest.param(
+            "--attention-dropout 0.1 --hidden-dropout 0.1", "torch", True, id="dropout", marks=pytest.mark.short
+        ),
+        pytest.param("--bf16", "torch_dist", False, id="bf16-torch_dist"),
     ],
 )
-def test_resumed_with_swapping(trainer: Trainer, flags: str, saved: str) -> None:
+def test_resumed(trainer: Trainer, flags: str, saved: str, swaps_on: bool) -> None:
+    """Checkpoints do not depend on swapping: the second run swaps, or not."""
     flags = f"--train-iters 4 {flags}"
     whole = trainer.unswapped(flags, saved=saved)
-    swap = f"{flags} {SWAP_SMALL} --swap-layers all {recorded(saved)}"
-    first = trainer.run(f"{swap} --exit-interval 2")
-    second = trainer.run(f"{swap} --load {first.directory / 'checkpoint'}")
-    assert_swapped(first)
-    assert_swapped(second)
-    assert len(first.summary["losses"]) == 2
-    assert first.summary["losses"] + second.summary["losses"] == whole.summary["losses"]
-    assert first.summary["grad_norms"] + second.summary["grad_norms"] == whole.summary["grad_norms"]
-    assert_same_checkpoints(whole.directory / "checkpoint", second.directory / "checkpoint")
-
-
-def test_swapping_may_be_switched_between_runs(trainer: Trainer) -> None:
-    """Checkpoints do not depend on swapping."""
-    whole = trainer.unswapped("--train-iters 4", saved="torch")
     swap = f"{SWAP_SMALL} --swap-layers all"
-    first = trainer.run(f"--train-iters 4 {swap} {recorded('torch')} --exit-interval 2")
-    second = trainer.run(f"--train-iters 4 {recorded('torch')} --load {first.directory / 'checkpoint'}")
+    first = trainer.run(f"{flags} {swap} {recorded(saved)} --exit-interval 2")
+    more = swap if swaps_on else ""
+    second = trainer.run(f"{flags} {more} {recorded(saved)} --load {first.directory / 'checkpoint'}")
+    assert_swapped(first)
+    for name in ("losses", "grad_norms"):
+        assert len(first.summary[name]) == 2
+        assert first.summary[name] + second.summary[name] == whole.summary[name]
     assert_same_checkpoints(whole.directory / "checkpoint", second.directory / "checkpoint")

@@ -1,123 +1,38 @@
-"""Signals, kills and clocks through the real trainer: nothing is lost, and the next run goes on to the bit."""
+"""Signals through the real trainer: nothing is lost, and the next run goes on to the bit."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, recorded
+from tests.integration.harness import SWAP_SMALL, Trainer, recorded
+from tests.integration.test_optimizer import EIGHT_STEPS, goes_on
 
 SIGNALLED = Path(__file__).with_name("signalled_script.py")
-STEPS = "--train-iters 8 --lr-decay-iters 8 --bf16"
-MORE_STEPS = "--train-iters 24 --lr-decay-iters 24 --bf16"
-ALL = "--swap-layers all --swap-optimizer 0.5 --swap-disk-dir disk --swap-host-gib 0.05"
-HANDLED = "--exit-signal-handler"
-
-
-@pytest.fixture
-def flags(tmp_path: Path) -> str:
-    """Flags of a run with all parts of the product, whose disk is ``tmp_path/disk``."""
-    (tmp_path / "disk").mkdir()
-    return f"{STEPS} {SWAP_SMALL} {ALL.replace(' disk ', f' {tmp_path}/disk ')} {recorded('torch')}"
-
-
-def goes_on(trainer: Trainer, flags: str, ended: Run, from_step: int) -> None:
-    """Check that the next run goes on from step ``from_step`` and ends as a run that nothing happened to."""
-    plain = trainer.unswapped(STEPS, saved="torch")
-    saved = int((ended.directory / "checkpoint" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved == from_step
-    went_on = trainer.run(f"{flags} --load {ended.directory}/checkpoint")
-    assert went_on.summary["losses"] == plain.summary["losses"][saved:]
-    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
-
-
-def assert_nothing_left(run: Run, disk: Path) -> None:
-    """Check that a run has left its checkpoints and its log, and nothing else."""
-    assert list(disk.iterdir()) == []
-    left = {path.name for path in run.directory.iterdir()}
-    assert left <= {"checkpoint", "log", "summary.json"}, left
+HANDLED = "--exit-signal-handler --exit-signal SIGTERM"
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("SIGINT", "SIGUSR1", "SIGUSR2"))]
+    ("flags", "happens", "code", "said"),
+    [
+        # In the fourth step. Megatron ends that step and saves it.
+        pytest.param(HANDLED, "SIGTERM 7", 0, "exiting program after receiving", id="handled"),
+        pytest.param("--save-interval 2", "SIGINT 11", 1, "KeyboardInterrupt", id="not-handled"),
+    ],
 )
-def test_megatrons_handler_saves_and_ends(trainer: Trainer, flags: str, tmp_path: Path, name: str) -> None:
-    """The signal comes in the fourth step. Megatron ends that step and saves it."""
-    handled = f"{flags} {HANDLED} --exit-signal {name}"
-    ended = trainer.run(f"{handled} {name} 7", program=SIGNALLED)
-    assert "exiting program after receiving" in ended.output
-    assert_nothing_left(ended, tmp_path / "disk")
-    goes_on(trainer, flags, ended, 4)
-
-
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 1), ("SIGTERM", -signal.SIGTERM)])
-def test_without_a_handler_the_last_checkpoint_stays(
-    trainer: Trainer, flags: str, tmp_path: Path, name: str, code: int
+def test_the_next_run_goes_on_behind_the_last_checkpoint(
+    trainer: Trainer, tmp_path: Path, flags: str, happens: str, code: int, said: str
 ) -> None:
-    ended = trainer.run(f"{flags} --save-interval 2 {name} 11", check=False, program=SIGNALLED)
+    """The run has all parts of the product. It leaves its checkpoints and its log, and nothing else."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    ours = f"{SWAP_SMALL} --swap-layers all --swap-optimizer 0.5 --swap-disk-dir {disk} --swap-host-gib 0.05"
+    whole = f"{EIGHT_STEPS} {ours} {recorded('torch')}"
+    ended = trainer.run(f"{whole} {flags} {happens}", check=False, program=SIGNALLED)
     assert ended.returncode == code, ended.tail
-    assert ("KeyboardInterrupt" in ended.output) == (name == "SIGINT")
-    assert_nothing_left(ended, tmp_path / "disk")
-    goes_on(trainer, flags, ended, 4)
-
-
-def saved_step(saved: Path) -> int:
-    """Return the step of the last checkpoint; 0: there is none.
-
-    Megatron-LM empties the file that names it before it writes the next number. If a kill came between, the newest
-    checkpoint is whole, and its number is written here, as a user would.
-    """
-    tracker = saved / "latest_checkpointed_iteration.txt"
-    if not tracker.exists():
-        return 0
-    if not tracker.read_text():
-        newest = max(path.name for path in saved.iterdir() if path.is_dir())
-        tracker.write_text(f"{int(newest.removeprefix('iter_'))}")
-    return int(tracker.read_text())
-
-
-
-@pytest.mark.parametrize(("text", "step"), [(None, 0), ("9", 9), ("", 10)])
-def test_a_kill_while_megatron_names_the_last_checkpoint(tmp_path: Path, text: str | None, step: int) -> None:
-    """CI met it once, between the emptying of the file and the writing."""
-    (tmp_path / "iter_0000009").mkdir()
-    (tmp_path / "iter_0000010").mkdir()  # half written, unless the file is empty
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    if text is not None:
-        tracker.write_text(text)
-    assert saved_step(tmp_path) == step
-    assert not step or tracker.read_text() == f"{step}"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [1, 3])
-def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path, seed: int) -> None:
-    """Every step is saved, so that some are killed in a checkpoint."""
-    flags = flags.replace(STEPS, MORE_STEPS)
-    killed = trainer.run(f"{flags} --save-interval 1 SIGKILL random:{seed}", check=False, program=SIGNALLED)
-    assert killed.returncode == -signal.SIGKILL, killed.tail
-    assert_nothing_left(killed, tmp_path / "disk")
-    saved = saved_step(killed.directory / "checkpoint")
-    plain = trainer.unswapped(MORE_STEPS, saved="torch")
-    load = f"--load {killed.directory}/checkpoint" if saved else ""
-    went_on = trainer.run(f"{flags} {load}")
-    assert went_on.summary["losses"] == plain.summary["losses"][saved:]
-    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
-
-
-def test_a_clock_that_jumps_changes_no_plan_and_no_figure(trainer: Trainer) -> None:
-    """What is timed is timed by a clock that never jumps. Megatron's own lines show the jumps."""
-    flags = "--train-iters 14 --lr-decay-iters 14"
-    plain = trainer.unswapped(flags, saved="torch")
-    run = trainer.run(
-        f"{flags} {SWAP_SMALL} --swap-memory-gib 0.003 --swap-optimizer auto {recorded('torch')} clock 2",
-        program=SIGNALLED,
-    )
-    assert run.summary["losses"] == plain.summary["losses"]
-    assert_same_checkpoints(plain.directory / "checkpoint", run.directory / "checkpoint")
-    planning = run.summary["planning"]
-    assert planning["stages"][-1]["stage"] == "stable"
-    assert 0 < planning["predicted_step_ms"] < 600_000
-    assert all(0 <= step["wait_ms"] < 600_000 for step in run.summary["steps"])
+    assert said in ended.output
+    assert list(disk.iterdir()) == []
+    left = {path.name for path in ended.directory.iterdir()}
+    assert left <= {"checkpoint", "log", "summary.json"}, left
+    goes_on(trainer, whole, ended)

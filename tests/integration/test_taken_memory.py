@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from megatron import swap
 
-from megatron.swap.memory.host_memory import HostMemoryError
 from tests.integration.harness import Trainer, assert_same_training, recorded
-from tests.plain_loop import mlps, rows
 
 TAKEN = Path(__file__).with_name("taken_memory_script.py")
-LIMITED = Path(__file__).with_name("limited_memory_script.py")
-CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 SMALL = "--swap-min-mib 0.001 --swap-host-gib 0.05"
 
 
@@ -34,43 +26,3 @@ def test_a_run_with_a_disk_trains_on(trainer: Trainer) -> None:
     run = trainer.run(f"{flags} --left-mib 4 0.001", program=TAKEN)
     assert_same_training(plain, run)
     assert run.summary["disk_leased_peak_bytes"] > 0
-
-
-@pytest.fixture
-def cgroup() -> Iterator[Path]:
-    """A memory cgroup, which ends with the test."""
-    folder = new_cgroup()
-    if folder is None:
-        pytest.skip("no memory cgroup can be made here")
-    yield folder
-    folder.rmdir()
-
-
-def new_cgroup() -> Path | None:
-    for root in CGROUPS:
-        folder = root / f"megatron-swap-{os.getpid()}"
-        with contextlib.suppress(OSError):
-            folder.mkdir()
-            if any((folder / limit).exists() for limit in ("memory.limit_in_bytes", "memory.max")):
-                return folder
-            folder.rmdir()
-    return None
-
-
-def test_a_limit_of_the_cgroup_is_reached(trainer: Trainer, cgroup: Path) -> None:
-    """The run ends with the reason before the kernel kills it: a layer offloads more than the limit leaves."""
-    long = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 8 --global-batch-size 8"
-    flags = f"{long} --swap-layers all --swap-host-gib 2 --cgroup {cgroup} --left-mib 24"
-    run = trainer.failing(flags, program=LIMITED, fresh=True)
-    assert "of host memory are available now, fewer than at the start" in run.error, run.tail
-    assert "or a limit of the cgroup" in run.error
-
-
-def test_a_model_without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.swap.run.build.available_host_bytes", lambda: 4096)
-    model = mlps()
-    with (
-        swap.activations(model, min_mib=0, host_gib=0.01),
-        pytest.raises(HostMemoryError, match=r"are available now, .* swap fewer layers \(layers=\)"),
-    ):
-        model(rows(0))

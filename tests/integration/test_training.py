@@ -8,20 +8,11 @@ from megatron.swap.common.types import GIB
 from tests.integration.harness import (
     SWAP_SMALL,
     Trainer,
-    assert_same_checkpoints,
     assert_same_training,
     assert_swapped,
     recorded,
 )
-from tests.integration.rows import ALL, INTERPOLATED, TENSOR, YARN
-
-
-def test_what_others_hold_stays(trainer: Trainer) -> None:
-    """Attention holds the input of ``linear_proj`` too, so offloading it would free no memory."""
-    flags = "--swap-layers all --swap-modules linear_proj"
-    _, run = trainer.pair("", flags)
-    assert run.summary["stayed_bytes"] > 0
-    assert run.summary["swapped_out_bytes"] == 0
+from tests.integration.rows import ALL, TENSOR
 
 
 def test_by_torchrun(trainer: Trainer) -> None:
@@ -40,50 +31,17 @@ def test_the_comparison_sees_a_small_difference(trainer: Trainer) -> None:
         assert_same_training(plain, trainer.live("--lr 1.000001e-3"))
 
 
-def test_the_comparison_of_checkpoints_sees_a_small_difference(trainer: Trainer) -> None:
-    saved, other = (trainer.run(f"{flags} {recorded('torch')}") for flags in ("", "--lr 1.000001e-3"))
-    with pytest.raises(AssertionError, match="entries differ"):
-        assert_same_checkpoints(saved.directory / "checkpoint", other.directory / "checkpoint")
-
-
 @pytest.mark.parametrize(
-    ("flags", "swap", "host_gib"),
-    [pytest.param("", "--swap-verify", 0.0073, marks=pytest.mark.short), ("", "--swap-optimizer 1", 0.0195)],
+    ("swap", "host_gib"),
+    [pytest.param("--swap-verify", 0.0073, marks=pytest.mark.short), ("--swap-optimizer 1", 0.0195)],
 )
-def test_activations_on_disk_where_host_memory_is_short(
-    trainer: Trainer, flags: str, swap: str, host_gib: float
-) -> None:
+def test_activations_on_disk_where_host_memory_is_short(trainer: Trainer, swap: str, host_gib: float) -> None:
     """Host memory has room for the buffers between disk and device, and little more."""
-    _, run = trainer.pair(flags, f"{ALL} {swap} --swap-disk-dir . --swap-host-gib {host_gib}")
+    _, run = trainer.pair("", f"{ALL} {swap} --swap-disk-dir . --swap-host-gib {host_gib}")
     summary = run.summary
     assert summary["disk_leased_peak_bytes"] > 0
     assert summary["host_booked_bytes"] + summary["optimizer_host_bytes"] <= host_gib * GIB
-    (rank,) = summary["ranks"]
-    rows = {row["kind"]: row for row in rank["memory"]}
+    rows = {row["kind"]: row for row in summary["ranks"][0]["memory"]}
     assert rows["activations"]["disk_bytes"] == summary["disk_leased_peak_bytes"]
     on_disk = sum(row["disk_bytes"] for row in rows.values())
     assert on_disk == summary["disk_booked_bytes"] + summary["optimizer_disk_bytes"]
-
-
-def test_the_planner_measures_host_memory_not_the_disk_behind_it(trainer: Trainer) -> None:
-    """Measuring leaves nothing on the disk that training did not put there."""
-    flags = "--train-iters 9 --lr-decay-iters 9"
-    _, run = trainer.pair(flags, "--swap-memory-gib 0.5 --swap-disk-dir . --swap-host-gib 0.5")
-    assert run.summary["disk_booked_bytes"] == 0
-    assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
-
-
-def test_every_flag_changes_the_positions(trainer: Trainer) -> None:
-    """A flag that has no effect would make the tests above pass too."""
-    singles = ["", "--use-rope-scaling", "--rotary-base 500000", "--rotary-percent 0.5", "--rotary-interleaved",
-               INTERPOLATED, YARN, f"{YARN} --mscale 0.7"]  # fmt: skip
-    losses = [tuple(trainer.unswapped(flags).summary["losses"]) for flags in singles]
-    assert len(set(losses)) == len(singles)
-
-
-def test_a_scaling_that_megatron_ignores_is_told(trainer: Trainer) -> None:
-    scaled = trainer.unswapped("--use-rope-scaling")
-    run = trainer.live("--use-rope-scaling --rope-scaling-factor 32")
-    assert "swap: --rope-scaling-factor 32 has no effect: Megatron's trainer scales by 8." in run.output
-    assert "--rope-scaling-factor" not in scaled.output.split("swap:")[-1]
-    assert run.summary["losses"] == scaled.summary["losses"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,10 @@ import pytest
 
 from megatron.swap.common.types import GIB
 from megatron.swap.patches.registry import VERSIONS
-from tests import commands
-from tests.integration.harness import (
-    SWAP_SMALL,
-    Run,
-    Trainer,
-    Zygote,
-    assert_same_checkpoints,
-    assert_same_training,
-    recorded,
-)
-from tests.integration.rows import FULL, FUSED_LLAMA, MOE, PLANNING
-from tests.integration.test_gradient_fusion import FUSING, FUSION, NUM_ADDED, TE_FUSING, num_added
+from tests.commands import guides_script
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, Zygote, assert_same_training, recorded
+from tests.integration.rows import FULL, FUSED_LLAMA, KINDS, MOE, PLANNING
+from tests.integration.test_gradient_fusion import FUSION, assert_added_alike
 from tests.integration.versions import folder_of
 from tests.pages import DOCS
 
@@ -34,34 +25,23 @@ OLDEST, *_ = MEGATRON = VERSIONS["megatron-core"]
 PROVIDER = Path(__file__).with_name("provider_script.py")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A run that is compared with the run without swapping, and the ``feature`` of ours or Megatron's that it uses."""
-
-    feature: str
-    flags: str
-    swap: str
-    ranks: int = 1
-
-
-CASES = (
-    Case("offload, with half of the optimizer state", "--bf16", "--swap-layers all --swap-optimizer 0.5"),
-    Case("recompute: all kinds", f"--bf16 {FUSED_LLAMA}",
-         "--swap-layers 0-3 --swap-recompute norm activation rotary linear"),
-    Case("Megatron's full recomputation", f"--bf16 {FULL} uniform", "--swap-layers all"),
-    Case("two data-parallel ranks, distributed optimizer", "--bf16 --use-distributed-optimizer",
-         "--swap-layers all --swap-optimizer 1", 2),
-    Case("experts, two pipeline stages of two chunks",
-         f"{MOE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "--swap-layers all", 2),
-)  # fmt: skip
-PLANNER = "planner"
-OWN_PROVIDER = "`swap.pretrain` with a model provider"
-OWN_SCRIPT = "the script of [start](../guide/start.md)"
+CASES = {
+    "offload, with half of the optimizer state": ("--bf16", "--swap-layers all --swap-optimizer 0.5", 1),
+    "recompute: all kinds": (f"--bf16 {FUSED_LLAMA}", f"--swap-layers 0-3 {KINDS}", 1),
+    "Megatron's full recomputation": (f"--bf16 {FULL} uniform", "--swap-layers all", 1),
+    "two data-parallel ranks, distributed optimizer":
+        ("--bf16 --use-distributed-optimizer", "--swap-layers all --swap-optimizer 1", 2),
+    "experts, two pipeline stages of two chunks":
+        (f"{MOE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "--swap-layers all", 2),
+}  # fmt: skip
+"""Flags of Megatron, ours, and ranks, by the feature that they use."""
 MTP = "`--mtp-num-layers 1`"
 REFUSED = {MTP: ("0.18.2",)}
 """Versions that refuse a feature, by name, before the model is built."""
-FUSED = "`--gradient-accumulation-fusion`"
-EQUAL = (*(case.feature for case in CASES), PLANNER, FUSED, OWN_PROVIDER, OWN_SCRIPT)
+EQUAL = (
+    *CASES, "planner", "`--gradient-accumulation-fusion`", "`swap.pretrain` with a model provider",
+    "the script of [start](../guide/start.md)",
+)  # fmt: skip
 """Features whose runs are equal to the bit with each version."""
 
 OF_MEGATRON = """
@@ -87,7 +67,6 @@ def trainer(version: str, zygote: Zygote, tmp_path: Path, shared_runs: Path) -> 
 
 
 def pair(trainer: Trainer, flags: str, swap: str, **options: Any) -> Run:
-    """Return a swapped run, which is compared to the bit with the same training without swapping."""
     plain = trainer.unswapped(flags, ranks=options.get("ranks", 1), saved="torch")
     run = trainer.run(f"{flags} {SWAP_SMALL} {swap} {recorded('torch')}", **options)
     assert_same_training(plain, run)
@@ -97,21 +76,16 @@ def pair(trainer: Trainer, flags: str, swap: str, **options: Any) -> Run:
 def test_equal_to_the_bit(trainer: Trainer, version: str, tmp_path: Path) -> None:
     """All in one test: a process that has imported Megatron forks all runs of a version."""
     assert_is_of(version, trainer, tmp_path)
-    for case in CASES:
-        swapped = pair(trainer, case.flags, case.swap, ranks=case.ranks)
+    for flags, swap, ranks in CASES.values():
+        swapped = pair(trainer, flags, swap, ranks=ranks)
         assert "swap: without" not in swapped.output, swapped.tail
     budget_gib = 0.7 * trainer.unswapped(PLANNING, saved="torch").summary["saved_peak_bytes"] / GIB
     planned = pair(trainer, PLANNING, f"--swap-memory-gib {budget_gib}")
     assert planned.summary["planning"]["stages"][-1]["stage"] == "stable"
     pair(trainer, "", "--swap-layers all", program=PROVIDER)
-    fused = [trainer.run(f"{FUSION} {swap}", program=FUSING) for swap in ("", f"{SWAP_SMALL} --swap-layers all")]
-    assert [num_added(run) for run in fused] == [{NUM_ADDED}] * 2
-    assert_same_checkpoints(*(run.directory / "checkpoint" for run in fused))
-    by_te = trainer.run(f"{FUSION} {SWAP_SMALL} --swap-layers all", program=TE_FUSING)
-    assert num_added(by_te) == {NUM_ADDED}
-    assert_same_checkpoints(fused[0].directory / "checkpoint", by_te.directory / "checkpoint")
+    assert_added_alike(trainer, FUSION, ["--swap-layers all"])
     own = tmp_path / "own_pretrain.py"
-    own.write_text(next(text for words, text in commands.fences(DOCS / "guide" / "start.md") if words == "python"))
+    own.write_text(guides_script())
     losses = {
         layers: re.findall(r"lm loss: (\S+)", trainer.run(f"--swap-layers {layers} {SWAP_SMALL}", program=own).output)
         for layers in ("none", "all")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import guides_script
 from tests.integration.harness import ROOT, SWAP_SMALL, arguments, environment
 from tests.unit.test_house import our_files
 
-USER_SCRIPT = Path(__file__).with_name("user_script.py")
 SHIPPED = ("megatron", "patches", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -30,7 +30,6 @@ class Installed:
     folder: Path
 
     def run(self, program: str, *words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment in the user's folder."""
         clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         return subprocess.run(
             [str(self.environment / "bin" / program), *map(str, words)],
@@ -39,11 +38,9 @@ class Installed:
 
 
 def folder_of(package: str) -> Path:
-    """Return the folder from which a package (``a.b``) is imported here."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parents[package.count(".") + 1]
+    return Path(str(spec.origin)).parents[package.count(".") + 1]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (site / "heavy.pth").write_text("".join(f"{path}\n" for path in heavy))
     (folder / "patches").mkdir(parents=True)
     (folder / "patches" / "__init__.py").write_text("mine = True\n")
-    shutil.copy(USER_SCRIPT, folder)
+    (folder / "own_pretrain.py").write_text(guides_script())
     return Installed(wheel, base / "env", folder)
 
 
@@ -96,10 +93,7 @@ def test_the_public_names_beside_a_package_of_the_users(installed: Installed) ->
         "import megatron.swap.patches.registry\n"
         "from megatron import swap\n"
         "for name in swap.__all__: getattr(swap, name)\n"
-        "from megatron.swap.arguments import add_swap_args\n"
-        "from megatron.swap.session import SwapSession\n"
-        "from megatron.swap.prepare import prepare\n"
-        "from megatron.swap.attention import sdpa_layer_spec\n"
+        "from megatron.swap import arguments, attention, prepare, session, tensors, types\n"
         "print(swap.__file__)"
     )
     done = installed.run("python", "-c", program)
@@ -107,20 +101,14 @@ def test_the_public_names_beside_a_package_of_the_users(installed: Installed) ->
     assert Path(done.stdout.strip()).is_relative_to(installed.environment)
 
 
-def test_the_command_plans(installed: Installed) -> None:
+def test_the_command_plans_and_checks_the_environment(installed: Installed) -> None:
     flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
     words = ["--gpu", "h200", "--save", "plan.json", "--", *flags.split(), "--vocab-size", "256"]
-    done = installed.run("megatron-swap", "plan", *words)
-    assert done.returncode == 0, done.stderr
-    shown = installed.run("megatron-swap", "plan", "--show", "plan.json")
-    assert shown.returncode == 0, shown.stderr
-    assert "budget" in shown.stdout
-
-
-def test_the_command_checks_the_environment(installed: Installed) -> None:
-    done = installed.run("megatron-swap", "doctor")
-    assert done.returncode == 0, done.stderr
-    assert f"can train with {installed.environment}" in done.stdout
+    commands = (["plan", *words], ["plan", "--show", "plan.json"], ["doctor"])
+    done = [installed.run("megatron-swap", *command) for command in commands]
+    assert [one.returncode for one in done] == [0, 0, 0], [one.stderr for one in done]
+    assert "budget" in done[1].stdout
+    assert f"can train with {installed.environment}" in done[2].stdout
 
 
 def test_a_script_of_the_users_trains(installed: Installed) -> None:
@@ -128,7 +116,7 @@ def test_a_script_of_the_users_trains(installed: Installed) -> None:
     losses = []
     for swapped in ("--swap-layers none", f"--swap-layers all {SWAP_SMALL}"):
         words = arguments(f"{swapped} --swap-summary summary.json")
-        done = installed.run("python", "user_script.py", *words, env=env)
+        done = installed.run("python", "own_pretrain.py", *words, env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         summary = json.loads((installed.folder / "summary.json").read_text())
         losses.append(summary["losses"])

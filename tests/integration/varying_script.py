@@ -16,8 +16,6 @@ def add_args(parser: Any) -> Any:
 
 
 def varying(get_batch: Any) -> Any:
-    """Return ``get_batch`` as a function that cuts each micro-batch to the length of its step."""
-
     def cut(data_iterator: Any, vp_stage: int | None) -> list[Any]:
         from megatron.training import get_args
 

@@ -1,8 +1,7 @@
 """The end of a process that trained without CUDA: no thread of gloo outlives the interpreter.
 
-Such a thread may drop the last reference to a tensor while the interpreter is finalized: "terminate called without an
-active exception". Whether it does is a matter of microseconds: of 102 processes that ended right behind collectives,
-29 aborted. So the test asks for what prevents it: there is no process group any more when finalization begins.
+Such a thread may drop the last reference to a tensor while the interpreter is finalized, which aborts the process: 29
+of 102 did. What prevents it is tested: there is no process group any more when finalization begins.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import pytest
 
 ENDING = """
-import atexit, sys
+import atexit
 import torch
 atexit.register(lambda: print("groups" if torch.distributed.is_initialized() else "none"))  # runs last
 from megatron.swap.patches.cpu import initialize
@@ -35,7 +34,7 @@ for _ in range(50):
 @pytest.mark.parametrize(
     ("end", "code", "left"),
     [
-        ("", 0, "none"), ("sys.exit(0)", 0, "none"), ("torch.distributed.destroy_process_group()", 0, "none"),
+        ("", 0, "none"),
         # Another rank may never come to a collective that is under way; joining its thread would wait for that rank.
         ("1 / 0", 1, "groups"),
     ],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import pytest
 
 
 def read_documents(prefix: Path) -> list[list[int]]:
-    """Read a dataset back with Megatron's own reader."""
     with indexed_text.quiet_imports():
         from megatron.core.datasets.indexed_dataset import IndexedDataset
     dataset = IndexedDataset(str(prefix))
@@ -64,11 +61,7 @@ def test_jsonl_and_text_files(tmp_path: Path) -> None:
     [
         (b"{not json}", "Expecting property name"),
         (b'{"other": 1}', "no text under key 'text' \\(keys of this line: other\\)"),
-        (b'{"text": 3}', "no text under key 'text'"),
-        (b'["text"]', "a JSON object is expected, not list"),
-        (b"[" * 100_000, "recursion"),
         (b'{"text": "\xff"}', "can't decode byte 0xff"),
-        (b'{"text": "\\ud800"}', "surrogates not allowed"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_written(
@@ -111,7 +104,6 @@ def test_tokenizers_of_megatron(tmp_path: Path) -> None:
     ("words", "reason"),
     [
         (("--input", "missing.jsonl"), "no such file"),
-        (("--input", "."), "matches --glob"),
         (("--input", "empty.jsonl"), "the input is empty"),
         (("--input", "a.jsonl", "--tokenizer-type", "TikTokenizer", "--tokenizer-model", "no/such"), "TikTokenizer"),
     ],
@@ -140,17 +132,6 @@ def test_an_existing_dataset_is_not_replaced_unasked(tmp_path: Path, capsys: pyt
     assert "set_text_document.bin: there already" in capsys.readouterr().err
 
 
-def test_indices_of_a_replaced_dataset_go(tmp_path: Path) -> None:
-    """Megatron names them by the dataset's path, and would read the new one by them."""
-    indices, other = tmp_path / "set" / "cache" / "GPTDataset_indices", tmp_path / "set" / "mine"
-    for folder in (indices, other):
-        folder.mkdir(parents=True)
-        (folder / "file").touch()
-    indexed_text.write_byte_level(tmp_path / "set", ["text"])
-    assert not indices.exists()
-    assert (other / "file").exists()
-
-
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     def texts() -> Iterator[str]:
         yield "one"
@@ -163,38 +144,12 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
 
 def test_corpus_is_deterministic_and_decodes(tmp_path: Path) -> None:
     library = tmp_path / "lib"
-    for name, content in {
-        "b.py": b"b = 1\n",
-        "a.py": "é = 2\n".encode(),
-        "test/bad_latin.py": b"# \xe9\n",
-        "empty.py": b"",
-        "site-packages/other.py": b"no",
-        "notes.txt": b"no",
-    }.items():
+    contents = {"b.py": b"b = 1\n", "a.py": "é = 2\n".encode(), "test/bad_latin.py": b"# \xe9\n", "empty.py": b"",
+                "site-packages/other.py": b"no", "notes.txt": b"no"}  # fmt: skip
+    for name, content in contents.items():
         path = library / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     files = prepare_stdlib_corpus.source_files(library)
     assert files == prepare_stdlib_corpus.source_files(library)
     assert sorted(prepare_stdlib_corpus.read_texts(files)) == ["b = 1\n", "é = 2\n"]
-
-    for name in ("one", "two"):
-        indexed_text.write_byte_level(tmp_path / name, prepare_stdlib_corpus.read_texts(files))
-    for ending in (".bin", ".idx"):
-        assert (tmp_path / f"one{ending}").read_bytes() == (tmp_path / f"two{ending}").read_bytes()
-
-
-@pytest.mark.slow
-def test_corpus_program_prints_a_prefix_that_megatron_reads(tmp_path: Path) -> None:
-    program = Path(prepare_stdlib_corpus.__file__)
-    command = [sys.executable, str(program), "--folder", str(tmp_path)]
-    first = subprocess.run(command, check=True, capture_output=True, text=True)
-    prefix = Path(first.stdout.strip())
-    stamp = indexed_text.dataset_files(prefix)[0].stat().st_mtime_ns
-    documents = read_documents(prefix)
-    assert sum(map(len, documents)) > 5_000_000
-    assert "def " in indexed_text.decode_bytes(documents[0] + documents[1] + documents[2])
-    again = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert again.stdout == first.stdout
-    assert again.stderr == ""
-    assert indexed_text.dataset_files(prefix)[0].stat().st_mtime_ns == stamp

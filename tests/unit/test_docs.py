@@ -7,16 +7,11 @@ import ast
 import dataclasses
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from megatron import swap
 
 from megatron.swap.common.counters import Totals
@@ -25,7 +20,7 @@ from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import MemoryRow
 from megatron.swap.planner.profile import Profile
 from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary
-from tests import commands, pages, support
+from tests import commands, pages
 from tests.pages import DOCS, GENERATED, HISTORY, REFERENCE, ROOT
 from tests.unit.test_house import ROOMS, SOURCE_SUFFIXES, our_files
 
@@ -58,11 +53,7 @@ def rows(page: Path, heading: str = "") -> list[list[str]]:
 
 
 def code(cell: str) -> list[str]:
-    """The words in code font."""
     return re.findall(r"`([^`]+)`", cell)
-
-
-# ------------------------------------------------------------------------------------------- length and links
 
 
 def test_readme_is_short() -> None:
@@ -97,11 +88,6 @@ def dead_links(page: Path, text: str) -> list[str]:
 
 def test_no_link_is_dead() -> None:
     assert found_in(ALL, lambda page: dead_links(page, page.read_text())) == {}
-    text = "[a](flags.md) [b](none.md) [c](flags.md#none) [d](https://example.org) `[e](code.md)`"
-    assert dead_links(REFERENCE / "files.md", text) == ["none.md", "flags.md#none"]
-
-
-# ----------------------------------------------------------------------------- paths, programs, flags, names
 
 
 def test_every_path_and_program_exists() -> None:
@@ -152,47 +138,15 @@ def names_in(paths: Iterable[Path]) -> dict[str, set[str]]:
     return found
 
 
-def test_every_name_of_a_class_exists() -> None:
-    known = names_in((ROOT / "megatron" / "swap").rglob("*.py"))
-    assert found_in(OF_TODAY, lambda page: [
-        f"{name}.{attribute}"
-        for name, attribute in re.findall(r"`(_?[A-Z][A-Za-z]+)\.(\w+)", pages.without_patches_table(page.read_text()))
-        if attribute not in known.get(name, set())
-    ]) == {}  # fmt: skip
-
-
 def test_the_picture_is_the_rooms() -> None:
     picture = re.search(r"```rooms\n(.*?)```", ARCHITECTURE.read_text(), flags=re.DOTALL)
     assert picture is not None
     assert tuple(line.split("|")[0].strip() for line in picture[1].splitlines()) == ROOMS
 
 
-# --------------------------------------------------------------------------------------------------- generated
-
-
 def test_no_generated_page_is_stale() -> None:
     stale = [name_of(page) for page, made in GENERATED.items() if page.read_text() != made()]
     assert stale == [], "run: python -m tests.pages"
-
-
-def test_a_default_in_words_is_the_default() -> None:
-    for action in add_swap_flags(argparse.ArgumentParser(add_help=False))._actions:
-        _, default, _ = pages.parts_of(argparse.HelpFormatter("")._expand_help(action))
-        if action.default is False:
-            assert default == "off", action.option_strings
-        elif action.default not in (None, []):
-            given = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
-            assert default == given, action.option_strings
-
-
-def test_what_is_evidence_of_support_is_compared() -> None:
-    for function in support.test_functions():
-        if any(mark.name == "supports" for mark in getattr(function, "pytestmark", [])):
-            body = inspect.getsource(function)
-            assert re.search(r"assert_same_|trainer\.pair\(|budgeted\(|swapped\(trainer", body), function.__name__
-
-
-# ------------------------------------------------------------------------------------- the Python interface
 
 
 def section(heading: str) -> str:
@@ -258,11 +212,7 @@ def table_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("|")]
 
 
-# ------------------------------------------------------------------------------------------- files, variables
-
-
 def keys(record: type) -> set[str]:
-    """The keys of a record's JSON object."""
     found = {one.metadata.get("key", one.name) for one in dataclasses.fields(record) if one.init}
     return found - {None}
 
@@ -326,45 +276,9 @@ def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
         assert any(pattern.search(text) for text in ours), message
 
 
-# --------------------------------------------------------------------------------------------------- commands
-
-
 def test_every_block_of_commands_has_a_kind() -> None:
     assert commands.unknown_kinds() == []
 
 
-def test_commands_in_sentences_are_blocks() -> None:
-    scripts = [block.script for block in commands.blocks(START)]
-    made = next(index for index, script in enumerate(scripts) if "preprocess_data.py" in script)
-    assert scripts[made + 1].startswith("DATA_PATH=.data/mine_text_document bash ")
-    assert "MODEL=125m" not in scripts
-    assert "python -m megatron.swap.cli.main doctor" in scripts
-    assert commands.TO_FILL_IN.search("python tools/verify.py equality --output FILE")
-    assert not commands.TO_FILL_IN.search("PYTHONPATH=. MODEL=8b bash a.sh --dtype BF16=1")
-
-
 def test_every_command_for_a_gpu_has_run_there() -> None:
     assert commands.missing_results() == [], "not in docs/results/h200-commands.json"
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its flags are for the CPU")
-def test_the_script_in_the_guide_trains(tmp_path: Path) -> None:
-    scripts = [text for words, text in commands.fences(START) if words == "python" and "pretrain(" in text]
-    assert len(scripts) == 1, "one complete script"
-    (tmp_path / "own_pretrain.py").write_text(scripts[0])
-    flags = (
-        "--transformer-impl local --distributed-backend gloo --num-workers 0 --no-gradient-accumulation-fusion "
-        "--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --num-layers 4 --hidden-size 32 "
-        "--num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope "
-        "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 0 --eval-interval 1000 "
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --swap-layers all --swap-min-mib 0.001 "
-        "--swap-summary summary.json"
-    )
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    run = subprocess.run(
-        [sys.executable, "own_pretrain.py", *flags.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env={**os.environ, **rank, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert json.loads((tmp_path / "summary.json").read_text())["swapped_out_bytes"] > 0

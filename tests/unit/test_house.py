@@ -1,18 +1,16 @@
-"""House rules that a machine can check. Each check also gets a planted violation, which it must catch."""
+"""House rules that a machine can check."""
 
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
+import grimp
 from megatron import swap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,81 +52,43 @@ PATCHES_ALLOWED = {"trainer", "run", "megatron_lm"}
 SOURCE_SUFFIXES = {".py", ".sh", ".cpp", ".h"}
 NOT_OURS = {".git", ".venv", ".data", ".whl", "__pycache__", "build", "runs", "checkpoints", "profile"}
 
-# Runs in a process of its own, because `megatron.swap` may be imported here already, from the real tree.
-IMPORT_GRAPH = """
-import importlib.util, json, sys, grimp
-spec = importlib.util.find_spec("megatron.swap")
-graph = grimp.build_graph("megatron.swap", cache_dir=None)
-edges = [
-    (importer, graph.get_import_details(importer=importer, imported=imported)[0]["line_number"], imported)
-    for importer in sorted(graph.modules)
-    for imported in sorted(graph.find_modules_directly_imported_by(importer))
-]
-print(json.dumps({"origin": spec.origin or list(spec.submodule_search_locations)[0],
-                  "modules": sorted(graph.modules), "edges": edges}))
-"""
-
-
-def import_graph(root: Path) -> tuple[list[str], list[tuple[str, int, str]]]:
-    """Return the modules of `megatron.swap` under `root`, and each import with its line."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_GRAPH],
-        cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert Path(found["origin"]).is_relative_to(root), f"looked at {found['origin']}, not at {root}"
-    return found["modules"], [(importer, line, imported) for importer, line, imported in found["edges"]]
-
-
 def room_of(module: str) -> str:
     """Return the room of a module: `megatron.swap.memory.tiers.host` -> `memory`; the package itself -> ''."""
     return (module.split(".") + [""] * 3)[2]
 
 
-def import_violations(root: Path) -> list[str]:
+def import_violations() -> list[str]:
     """Return imports that point upwards or that a room may not use, modules outside all rooms, and cycles."""
     rank = {room: number for number, room in enumerate(ROOMS)}
-    modules, edges = import_graph(root)
-    rooms = {room_of(module) for module in modules} - {""}
+    graph = grimp.build_graph("megatron.swap", cache_dir=None)
+    rooms = {room_of(module) for module in graph.modules} - {""}
     problems = [f"{room} is neither a room nor a public path" for room in sorted(rooms - set(ROOMS) - PUBLIC_PATHS)]
-    for importer, line, imported in edges:
+    edges = [(one, other) for one in graph.modules for other in graph.find_modules_directly_imported_by(one)]
+    for importer, imported in sorted(edges):
         above, below = room_of(importer), room_of(imported)
         if above in PUBLIC_PATHS | {""}:
             continue
         if below in PUBLIC_PATHS | {""}:
-            problems.append(f"{importer}:{line} imports a public path: name the room's module instead of {imported}")
+            problems.append(f"{importer} imports a public path: name the room's module instead of {imported}")
         elif above in rank and below in rank and rank[below] < rank[above]:
-            problems.append(f"{importer}:{line} imports upwards: {imported}")
+            problems.append(f"{importer} imports upwards: {imported}")
         elif above != below and above in ONLY and not ONLY[above] & {below, f"{below}.{imported.split('.')[-1]}"}:
-            problems.append(f"{importer}:{line} imports {imported}: {above} may import {sorted(ONLY[above])} alone")
+            problems.append(f"{importer} imports {imported}: {above} may import {sorted(ONLY[above])} alone")
         elif below == "patches" and above not in PATCHES_ALLOWED | {"patches"}:
-            problems.append(f"{importer}:{line} imports {imported}: patches are for {sorted(PATCHES_ALLOWED)}")
-    problems += [f"a cycle of imports: {', '.join(cycle)}" for cycle in cycles(edges)]
-    return problems
+            problems.append(f"{importer} imports {imported}: patches are for {sorted(PATCHES_ALLOWED)}")
+    return problems + a_cycle(edges)
 
 
-def cycles(edges: list[tuple[str, int, str]]) -> list[list[str]]:
-    """Return the sets of modules each of which reaches all the others by imports."""
+def a_cycle(edges: list[tuple[str, str]]) -> list[str]:
+    """Return a line about a cycle of imports, if there is any."""
     below: dict[str, set[str]] = {}
-    for importer, _, imported in edges:
+    for importer, imported in edges:
         below.setdefault(importer, set()).add(imported)
-
-    def reached(module: str) -> set[str]:
-        found: set[str] = set()
-        waiting = [module]
-        while waiting:
-            waiting += (new := below.get(waiting.pop(), set()) - found)
-            found |= new
-        return found
-
-    everything = {module: reached(module) for module in below}
-    found = {
-        tuple(sorted(other for other in everything[module] if module in everything.get(other, set())))
-        for module in below
-        if module in everything[module]
-    }
-    return [list(cycle) for cycle in sorted(found)]
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        return [f"a cycle of imports: {', '.join(error.args[1])}"]
+    return []
 
 
 def imported_names(source: str) -> Iterator[tuple[int, str]]:
@@ -142,19 +102,6 @@ def imported_names(source: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, str(a.value)) for a in node.args if isinstance(a, ast.Constant))
 
 
-def edge_violations(root: Path) -> list[str]:
-    """Return the imports of Megatron outside the edge."""
-    problems = []
-    for path in sorted((root / "megatron" / "swap").rglob("*.py")):
-        room = path.relative_to(root / "megatron" / "swap").with_suffix("").parts[0]
-        for line, imported in imported_names(path.read_text()):
-            words = imported.split(".")
-            upstream = words[:2] in (["megatron", "core"], ["megatron", "training"])
-            if upstream and room not in MEGATRON_EDGE | {"patches"}:
-                problems.append(f"{path.relative_to(root)}:{line} imports {imported}")
-    return problems
-
-
 def our_files(root: Path = ROOT) -> list[Path]:
     """Return the files that are, or are about to be, in version control; all of ours where there is no git."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -166,49 +113,9 @@ def our_files(root: Path = ROOT) -> list[Path]:
     ]
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of the tree to plant violations in."""
-    shutil.copytree(SWAP, tmp_path / "megatron" / "swap", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    return tmp_path
-
-
-def append(path: Path, line: str) -> None:
-    path.write_text(path.read_text() + f"\n{line}\n")
-
-
 def test_imports_point_downwards() -> None:
-    assert import_violations(ROOT) == []
-
-
-PLANTED = (
-    ("common/types.py", "from megatron.swap.trainer.session import SwapSession", "imports upwards"),
-    ("common/records.py", "def late():\n    import megatron.swap.trainer.session", "imports upwards"),
-    ("engine/policy.py", "from ..trainer.session import SwapSession", "imports upwards"),
-    ("engine/order.py", "from megatron.swap import session", "megatron.swap.engine.order:"),
-    ("engine/handle.py", "if TYPE_CHECKING:\n    import megatron.swap.planning.switch", "imports upwards"),
-    ("reporting/summary.py", "from megatron.swap.patches import registry", "patches are for"),
-    ("engine/decider.py", "from megatron.swap.types import UsageError", "imports a public path"),
-    ("run/steps.py", "import megatron.swap.integrations.slime", "imports upwards"),
-    ("planner/solve.py", "import megatron.swap.memory.disk_file", "planner may import ['common'] alone"),
-    ("engine/fences.py", "from megatron.swap.planner import solve", "planner.solve: engine may import"),
-    ("tensor_swap/swap.py", "import megatron.swap.optimizer.overlap", "tensor_swap may import"),
-    ("common/layer_ranges.py", "from megatron.swap.common import plan", "a cycle of imports"),
-    ("stray.py", "x = 1", "stray is neither a room nor a public path"),
-)
-"""Each in a file of its own, so that one graph shows all of them."""
-
-
-def test_planted_violations_are_caught(copy: Path) -> None:
-    before = import_violations(copy)
-    for file, line, _ in PLANTED:
-        path = copy / "megatron" / "swap" / file
-        path.touch()
-        append(path, line)
-    new = [problem for problem in import_violations(copy) if problem not in before]
-    for file, _, said in PLANTED:
-        name = file.removesuffix(".py").replace("/", ".").removeprefix("stray")
-        assert any(said in problem and name in problem for problem in new), (file, new)
+    assert import_violations() == []
+    assert a_cycle([("a", "b"), ("b", "c"), ("c", "b")]) != []
 
 
 def test_every_room_says_what_it_is_for() -> None:
@@ -244,18 +151,20 @@ def test_planner_and_forecast_load_no_torch() -> None:
 
 
 def test_only_the_edge_knows_megatron() -> None:
-    assert edge_violations(ROOT) == []
+    problems = []
+    for path in sorted(SWAP.rglob("*.py")):
+        room = path.relative_to(SWAP).with_suffix("").parts[0]
+        for line, imported in imported_names(path.read_text()):
+            is_upstream = imported.split(".")[:2] in (["megatron", "core"], ["megatron", "training"])
+            if is_upstream and room not in MEGATRON_EDGE | {"patches"}:
+                problems.append(f"{path.relative_to(ROOT)}:{line} imports {imported}")
+    assert problems == []
 
 
-def test_planted_megatron_imports_are_caught(copy: Path) -> None:
-    lines = (
-        "import megatron.core", "from megatron.core.utils import divide", "from megatron import training",
-        "def late():\n    from megatron.training import get_args",
-        "import importlib\nimportlib.import_module('megatron.core.parallel_state')",
-    )  # fmt: skip
-    for number, line in enumerate(lines, 1):
-        append(copy / "megatron" / "swap" / "engine" / "policy.py", line)
-        assert len(edge_violations(copy)) == number, line
+def test_a_clock_that_jumps_changes_no_plan_and_no_figure() -> None:
+    """What is timed is timed by a clock that never jumps. The record of a failure alone has the time of day."""
+    reads = [path.name for path in SWAP.rglob("*.py") if re.search(r"\btime\.time\b|datetime", path.read_text())]
+    assert reads == ["failures.py"]
 
 
 def test_megatron_stays_a_namespace() -> None:
@@ -267,7 +176,6 @@ MACHINE_PATH = re.compile(r"(?:^|[^\w.$}~-])/(?:" + "|".join(["work", "farm", "r
 
 
 def machine_paths(path: Path) -> list[str]:
-    """Return the lines that name a folder of somebody's machine."""
     try:
         lines = path.read_text().splitlines()
     except UnicodeDecodeError:
@@ -277,13 +185,6 @@ def machine_paths(path: Path) -> list[str]:
 
 def test_no_path_of_a_machine_in_our_files() -> None:
     assert [line for path in our_files() for line in machine_paths(path)] == []
-
-
-def test_a_planted_machine_path_is_caught(tmp_path: Path) -> None:
-    planted = tmp_path / "x.sh"
-    folder = "/".join(["", "home", "someone", "data"])
-    planted.write_text(f'cd "{folder}"\n')
-    assert machine_paths(planted)
 
 
 DOCUMENTED = (
@@ -325,14 +226,3 @@ def test_docstrings_stand_alone() -> None:
     sources = [path for path in our_files() if path.suffix == ".py" and set(folders) & set(path.parents)]
     assert len(sources) > 150
     assert [line for path in sources for line in docstring_violations(path)] == []
-
-
-def test_planted_docstrings_are_caught(tmp_path: Path) -> None:
-    planted = tmp_path / "x.py"
-    for line in (
-        'def f():\n    """Of a whole layer."""', 'def f():\n    """What the layer saves."""',
-        'class C:\n    """A layer"""', 'class C:\n    """A layer."""\n    x: int\n    """Told once."""',
-        'X = 1\n"""Which layers are swapped."""',
-    ):  # fmt: skip
-        planted.write_text(f'"""A module."""\n{line}\n')
-        assert len(docstring_violations(planted)) == 1, line
