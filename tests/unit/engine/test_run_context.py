@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from megatron.swap.engine.run_context import SWITCHES, RunContext
 
@@ -51,28 +50,6 @@ def test_every_switch_can_be_set(switch: Any) -> None:
         assert switch.get() == changed
     finally:
         switch.set(before)
-
-
-class Watching(TorchFunctionMode):
-    """Watches one forward, and must not be entered again."""
-
-    num_seen = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_default_device_holds_again_and_other_modes_are_left_alone() -> None:
-    mode = Watching()
-    with torch.device("meta"), mode:
-        context = RunContext.now()
-    assert torch.zeros(1).device.type == "cpu"
-    seen = mode.num_seen
-    with context.restored():
-        assert torch.sin(torch.zeros(1)).device.type == "meta"
-    assert torch.zeros(1).device.type == "cpu"
-    assert mode.num_seen == seen
 
 
 @pytest.mark.parametrize("caches", [False, True])

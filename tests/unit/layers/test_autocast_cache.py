@@ -104,24 +104,6 @@ def test_as_layers_whose_cache_is_off(name: str) -> None:
     assert torch.is_autocast_cache_enabled()
 
 
-@pytest.mark.parametrize("layers", ["all", "0-2"])
-def test_without_a_budget(layers: str) -> None:
-    torch.manual_seed(3)
-    model = MODELS["used twice"]()
-    plain = train(reference(model), rows, 4, under_autocast)
-    with swap.activations(model, layers, min_mib=0, host_gib=0.1, autocast_cache=False) as swapped:
-        assert train(model, rows, 4, under_autocast).same_as(plain)
-        assert swapped.stats().out_bytes > 0
-
-
-def test_with_the_cache_last_bits_differ_where_a_weight_has_two_uses() -> None:
-    torch.manual_seed(3)
-    model = MODELS["used twice"]()
-    plain = train(reference(model), rows, NUM_STEPS, under_autocast)
-    with swap.activations(model, memory_gib=1.0, **QUIET):
-        assert not train(model, rows, NUM_STEPS, under_autocast).same_as(plain)
-
-
 def test_casts_take_no_memory_beside_the_layers() -> None:
     """With few rows nearly all that is saved is casts of weights. A third of them is more than is needed."""
     torch.manual_seed(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -72,26 +71,3 @@ def test_a_workspace_of_a_kernel_is_not_compared() -> None:
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
         recompute_all(swapped)
         assert train(model, rows, NUM_STEPS).same_as(plain)
-
-
-def test_a_loop_without_an_optimizer() -> None:
-    model = model_of(OfGlobal)
-    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
-        recompute_all(swapped)
-        for step in range(6):
-            if step == 4:
-                before = copy.deepcopy(model.state_dict())
-            loss = loss_of(model(rows(step)))
-            FACTOR[0] = 1.0 if step < 4 else 1.5
-            loss.backward()
-            FACTOR[0] = 1.0
-            if step == 4:
-                with pytest.raises(RecomputedRunError):
-                    swapped.step()  # type: ignore[union-attr]
-                break
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.01 * parameter.grad  # type: ignore[operator]
-                    parameter.grad = None
-            swapped.step()  # type: ignore[union-attr]
-        assert all(map(torch.equal, before.values(), (value.detach() for value in model.parameters())))
