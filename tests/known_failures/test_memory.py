@@ -24,7 +24,7 @@ from megatron.swap.planner.profile import MS_PER_MIB, LayerClass, Section
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, solve, whole_layers
 from tests.engine import Engine, Layer, batch, forward, loss_of, stack
-from tests.known_failures.meters import Link, tensor_memory
+from tests.known_failures.meters import Link, group_bytes, tensor_memory
 from tests.unit.optimizer.test_stepper import OPTIMIZERS, Training
 from tests.unit.planner.cases import GB_S, profile, site
 
@@ -38,14 +38,6 @@ def with_gradients(make: Callable[[], nn.Module] = Layer) -> nn.ModuleList:
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return layers
-
-
-def group_bytes() -> int:
-    """The bytes that one layer offloads."""
-    layers = with_gradients()
-    with Engine(layers, range(2)) as engine:
-        loss_of(forward(layers, batch())).backward()
-        return engine.manager.release_budget.largest_group_bytes
 
 
 @contextmanager

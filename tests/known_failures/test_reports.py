@@ -353,10 +353,6 @@ def sampling(model: nn.Module, batch: torch.Tensor, loss: torch.Tensor) -> None:
     model.load_state_dict(weights)
 
 
-def inputs(model: nn.Module, _: torch.Tensor, loss: torch.Tensor) -> None:
-    loss.backward(inputs=[parameter for name, parameter in model.named_parameters() if "up" in name])
-
-
 def evaluating(model: nn.Module, _: torch.Tensor, loss: torch.Tensor) -> None:
     """Backward in another mode than forward."""
     model.eval()
@@ -365,7 +361,7 @@ def evaluating(model: nn.Module, _: torch.Tensor, loss: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [clipped, stepping, sampling, inputs, evaluating])
+@pytest.mark.parametrize("way", [clipped, stepping, sampling, evaluating])
 def test_loops(way: Callable[[nn.Module, torch.Tensor, torch.Tensor], None]) -> None:
     class Dropping(Mlp):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

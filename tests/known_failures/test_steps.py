@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.engine import Engine, Layer, Result, batch, forward, loss_of, result, stack, wrongs
-from tests.known_failures.meters import num_objects, tensor_memory
+from tests.known_failures.meters import group_bytes, num_objects, tensor_memory
 from tests.logged_device import LoggedDevice
 
 NUM_LAYERS = 6
@@ -118,14 +118,6 @@ class TestShorterFirstMicroBatch:
 
         assert wrongs(run) == []
         assert late[-1] == late[-2], "reloads were late, though the order was known"
-
-
-def group_bytes(length: int) -> int:
-    """The bytes that one layer offloads of so many tokens."""
-    layers = stack(2)
-    with Engine(layers, ends_in_loss=False) as engine:
-        loss_of(forward(layers, batch(tokens=length))).backward()
-        return engine.manager.release_budget.largest_group_bytes
 
 
 # -------------------------------------------------------------------------------------------------- many steps

@@ -175,23 +175,6 @@ class TestOneStorage:
         bare.manager.end_forward(group)
 
 
-class Sharing(Layer):
-    """Two layers save one storage."""
-
-    shared: dict = {}  # noqa: RUF012
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if "first" not in self.shared:
-            self.shared["first"] = hidden_states.sin()
-            return super().forward(hidden_states) * self.shared["first"]
-        return super().forward(hidden_states) * self.shared.pop("first")
-
-
-@pytest.mark.parametrize("commit_bytes", [16 * MIB, 1])
-def test_layers_that_share_a_storage(commit_bytes: int) -> None:
-    compare(stack(6, Sharing), device=LazyDevice(), commit_bytes=commit_bytes)
-
-
 def test_outputs_that_are_held() -> None:
     def run(layers: nn.ModuleList) -> Result:
         layers.zero_grad()
@@ -269,12 +252,10 @@ class TestExceptions:
                 assert engine.num_leases == 0
             assert not engine.device.violations
 
-    @pytest.mark.parametrize("num_copies_before", [0, 40])
-    def test_a_failed_copy_is_raised_in_the_training_thread(self, num_copies_before: int) -> None:
+    def test_a_failed_copy_is_raised_in_the_training_thread(self) -> None:
         layers = stack(6)
         engine = Engine(layers)
-        if num_copies_before:
-            train_step(layers, one_after_the_other(1))
+        train_step(layers, one_after_the_other(1))
         engine.manager.offload.lane.stream.enqueue(fail)
         with pytest.raises(SwapError, match="the link is down"):
             train_step(layers, one_after_the_other(1))

@@ -72,28 +72,23 @@ def engine_around(layers: nn.ModuleList, **options: Any) -> Engine:
     return Engine(layers, guarded=True, device=CudaDevice(), host_bytes=2 * GIB, **options)
 
 
-@pytest.mark.parametrize("swapped", [(), (0, 2, 4)], ids=["kept", "some swapped"])
-def test_a_run_that_dies_without_it_goes_on_with_it(swapped: tuple[int, ...]) -> None:
+def test_a_run_that_dies_without_it_goes_on_with_it() -> None:
     layers = stack(6).cuda()
     plain = step(copy.deepcopy(layers))
-    with engine_around(layers, swapped=swapped) as engine:
+    with engine_around(layers, swapped=()) as engine:
         step(layers)
         peak = peak_bytes(lambda: step(layers))
         assert engine.guard.take_rescues() == []
-        rescued = []
         for part in (0.8, 0.65):
             layers.zero_grad()
             assert limited(lambda: step(layers), part * peak).same_as(plain)
-            rescued.append(bool(engine.guard.take_rescues()))
-        assert any(rescued)
-        assert all(rescued) or swapped  # what that needs varies: how soon is a layer's memory back?
+            assert engine.guard.take_rescues()
         layers.zero_grad()
         with pytest.raises(torch.OutOfMemoryError, match="guard has nothing more to evict"):
             limited(lambda: step(layers), 0.05 * peak)
         assert step(layers).same_as(plain)
-    if not swapped:
-        with pytest.raises(torch.OutOfMemoryError):
-            limited(lambda: step(copy.deepcopy(layers)), 0.65 * peak)
+    with pytest.raises(torch.OutOfMemoryError):
+        limited(lambda: step(copy.deepcopy(layers)), 0.65 * peak)
 
 
 def test_libraries_find_memory_where_pytorch_has_run_out() -> None:

@@ -102,20 +102,6 @@ def test_a_group_knows_its_handles_only_as_long_as_they_live() -> None:
     assert [handle.site.ordinal for handle in group.in_backward_order()] == [2, 0]
 
 
-def test_memory_of_kept_layers_is_free_once_backward_is_through_with_them() -> None:
-    order = BackwardOrder()
-    groups = [order.begin_forward(layer, at(3 - layer)) for layer in range(4)]
-    for group, kept_bytes in zip(groups, (0, 5, 7, 9), strict=True):
-        group.kept_bytes = kept_bytes
-    seen = []
-    for group in reversed(groups):
-        order.begin_backward(group)
-        assert order.current is group
-        seen.append(group.forward_pass.over_bytes)
-    assert seen == [0, 9, 16, 21]
-    assert order.begin_forward(0, at(3)).forward_pass.over_bytes == 0  # another forward's
-
-
 def test_a_loop_that_always_has_a_graph_outstanding_adds_nothing_with_its_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

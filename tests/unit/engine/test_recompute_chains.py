@@ -26,7 +26,6 @@ from tests.recipe_cases import Choice, compare, one_step
 
 HIDDEN_BYTES = TOKENS * HIDDEN * 4
 FREQS = torch.linspace(0.1, 2.0, HIDDEN)
-UNSAVED = "one of its inputs is not saved"
 
 
 class Rotate(torch.autograd.Function):

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron.swap.devices.base import Stream
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.decider import is_ineligible
-from megatron.swap.engine.saved_tensors import KeptTensor, keep
 from tests.engine import (
     HIDDEN,
     TOKENS,
@@ -227,18 +226,6 @@ class TestInPlaceChangeAfterSaving:
 
         compare(of(twice), commit_bytes=1)
         compare(of(unused))
-
-
-def test_a_parameter_that_a_node_has_made_is_kept_as_an_alias() -> None:
-    """The node that saves its own output would hold itself."""
-    made = nn.Parameter(torch.ones(3), requires_grad=False)
-    made.mul_(torch.ones(3, requires_grad=True))
-    leaf = nn.Parameter(torch.ones(3))
-    packed, of_leaf = keep(made), keep(leaf)
-    assert isinstance(packed, KeptTensor)
-    assert packed.tensor.grad_fn is None
-    assert isinstance(of_leaf, KeptTensor)
-    assert of_leaf.tensor is leaf
 
 
 class TestBoundary:

@@ -12,23 +12,11 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from tests.engine import (
     Engine,
     Step,
-    one_forward_one_backward,
     stack,
     train_step,
 )
 from tests.lazy_device import LazyDevice
 from tests.sizes import sized
-
-
-def test_another_number_of_micro_batches_every_step() -> None:
-    layers = stack(5)
-    plain = copy.deepcopy(layers)
-    with Engine(layers, device=LazyDevice()) as engine:
-        for num_micro_batches in (3, 1, 5, 2, 2, 4):
-            schedule = one_forward_one_backward(num_micro_batches, 2)
-            assert train_step(layers, schedule).same_as(train_step(plain, schedule))
-            assert engine.num_leases == 0
-        assert not engine.device.violations
 
 
 @st.composite

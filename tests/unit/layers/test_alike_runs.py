@@ -19,7 +19,7 @@ from megatron.swap.layers import measure as alike_runs
 from megatron.swap.layers.measure import LEAST_MEASURED, AlikeRuns, kind_of
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.planner.profile import LayerClass
-from tests.plain_loop import WIDTH, Mlp, encoder, mlps, rows, tokens, train
+from tests.plain_loop import WIDTH, Mlp, mlps, rows, train
 from tests.planned_loop import NUM_STEPS, QUIET, check, unswapped
 
 
@@ -61,25 +61,19 @@ def shape(entry: LayerClass) -> LayerClass:
     return replace(entry, forward_ms=0, backward_ms=0, host_ms=0, temporaries=(), sites=sites, sections=sections)
 
 
-@pytest.mark.parametrize(("make", "data", "first"), [
-    pytest.param(lambda: mlps(10), rows, [(), (), (), *7 * [(1, 2)]], id="layers"),
-    # Their inputs come from a layer without gradients, so the first one is of another kind.
-    pytest.param(encoder, tokens, [(), (), (), (1, 2), (1, 2)], id="dropout", marks=pytest.mark.slow),
-])  # fmt: skip
 def test_the_profile_is_that_of_all_layers(
-    no_room: list[tuple[int, ...]], make: Callable[[], nn.Module], data: Any, first: list[tuple[int, ...]],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    no_room: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(7)
-    model = make()
+    model = mlps(10)
     profiles = {}
     for name in ("some", "all"):
         if name == "all":
             monkeypatch.setattr(AlikeRuns, "find", lambda *_: ())
         path = tmp_path / f"{name}.json"
-        trained(model, data, 0.6, save_profile=str(path))
+        trained(model, rows, 0.6, save_profile=str(path))
         profiles[name] = load_profile(path)
-    assert no_room[: len(first)] == first
+    assert no_room[:10] == [(), (), (), *7 * [(1, 2)]]
     some, every = profiles["some"], profiles["all"]
     assert [shape(entry) for entry in some.layers] == [shape(entry) for entry in every.layers]
     assert some.chunks == every.chunks
@@ -124,37 +118,6 @@ def test_one_that_only_looks_alike_is_refused(no_room: list[tuple[int, ...]]) ->
         pytest.raises(UsageError, match=r"Counting is like other layers and yet changes .* Raise host_gib"),
     ):
         train(model, rows)
-
-
-def test_layers_that_are_all_measured(no_room: list[tuple[int, ...]]) -> None:
-    """They must not run again."""
-    torch.manual_seed(7)
-    trained(nn.Sequential(*(Counting() for _ in range(6))), rows, 0.9)
-    assert set(no_room) == {()}
-
-
-class Skipping(nn.Module):
-    """From the second forward on, nobody uses what the third layer returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp() for _ in range(8))
-        self.forwards = 0
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.forwards += 1
-        for number, layer in enumerate(self.layers):
-            result = layer(hidden)
-            hidden = hidden if number == 2 and self.forwards > 1 else result
-        return hidden
-
-
-def test_a_measured_layer_without_a_backward_is_no_example(no_room: list[tuple[int, ...]]) -> None:
-    torch.manual_seed(7)
-    model = Skipping()
-    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
-        train(model, rows, 8)
-        assert swapped.stats().stage != "profile"
 
 
 def test_kinds_are_told_apart() -> None:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from megatron.swap.common.types import Site
 from megatron.swap.models.hints import ModelHints
-from megatron.swap.operators.kinds import Kind, kind_of
 from megatron.swap.operators.records import OperatorRecords, OperatorWatch
 from megatron.swap.planner.profile import Link
 from megatron.swap.planning import workload_profiler
@@ -34,24 +33,6 @@ def only_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans recompute no layer whole, and a link so slow that nothing is offloaded."""
     monkeypatch.setattr(workload_profiler, "measure_link", lambda *_: Link(1e-6, 1e-6, 1e-6, 1e-6))
     monkeypatch.setattr(ModelHints, "recomputes_layers", False)
-
-
-CHEAP = (
-    aten.mul.Tensor, aten.silu.default, aten.mean.dim, aten._to_copy.default, aten.cat.default, aten.clone.default,
-    aten.native_layer_norm.default, aten._softmax.default, aten.rsqrt.default,
-)  # fmt: skip
-OTHERS = (
-    aten.mm.default, aten.mul_.Tensor, aten.native_dropout.default, aten.bernoulli.default, aten.copy_.default,
-    aten._scaled_dot_product_flash_attention.default, aten.convolution.default, aten.rand_like.default,
-    aten.view.default, aten.nonzero.default,
-)  # fmt: skip
-"""They multiply matrices, have other results each time, change their arguments, or make nothing."""
-
-
-def test_kinds_of_operators() -> None:
-    assert {func: kind_of(func) is Kind.CHEAP for func in (*CHEAP, *OTHERS)} == {
-        **dict.fromkeys(CHEAP, True), **dict.fromkeys(OTHERS, False),
-    }  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -103,6 +84,9 @@ class Shared(Layer):
         return self.down(F.silu(self.gate(torch.sin(wide).to(hidden.dtype)))) + 0.5
 
 
+OTHER_LAYERS = Rotary, Dropped, InPlace, Shared
+
+
 class Stack(nn.Module):
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -127,7 +111,7 @@ class ChangesInputs(Stack):
         return hidden
 
 
-@pytest.mark.parametrize("layer", [Layer, Rotary, Dropped, InPlace, Shared])
+@pytest.mark.parametrize("layer", [Layer, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_LAYERS)])
 def test_equal_to_the_bit_and_as_predicted(layer: Callable[[], nn.Module]) -> None:
     (plan,) = assert_planned(lambda: Stack(layer), fractions=(0.75,), tolerance=CHAINS)
     assert " recompute " in plan
@@ -158,16 +142,6 @@ class Averages(Layer):
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = super().norm(hidden * torch.rsqrt(self.mean + 0.5))
         self.mean.data.mul_(0.9).add_(hidden.detach().mean((0, 1)).abs(), alpha=0.1)
-        return normed
-
-
-class Data(Layer):
-    """A saved input of an operator is changed without its version."""
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        shifted = hidden + 1.0
-        normed = super().norm(torch.sin(shifted))
-        shifted.data.mul_(0.5)
         return normed
 
 
@@ -220,6 +194,7 @@ class Compiled(Layer):
         return self.scaled(super().norm(hidden))
 
 
+@pytest.mark.slow
 def test_compiled_functions_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # which keeps other tests fast
     compiled = torch.compile(scaled, backend=fused)
@@ -230,7 +205,8 @@ def test_compiled_functions_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("layer", [Averages, Data, Doubling, Varying])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [Averages, Doubling, Varying])
 def test_unusual_layers(layer: Callable[[], nn.Module]) -> None:
     """What cannot be made again is left alone, in time."""
     # Nothing can be recomputed in layers that vary: they are only measured.
@@ -249,23 +225,6 @@ def test_runs_with_other_operators_record_nothing() -> None:
         with OperatorRecords(recomputer, 0, sources, watch.order, [value]) as records:  # type: ignore[arg-type]
             make(value).mul(2)
         assert (records.is_as_watched, recomputer.num_recorded) == (is_as_watched, num_recorded)
-
-
-def test_a_storage_that_is_written_later_is_not_read_again() -> None:
-    recomputer = RecordSpy()
-    value, buffer = torch.ones(4), torch.ones(4)
-
-    def run() -> None:
-        made = value * buffer
-        made.exp()
-        buffer.add_(1)
-        made.exp()
-
-    with OperatorWatch(recomputer, [value, buffer]) as watch:  # type: ignore[arg-type]
-        run()
-    with OperatorRecords(recomputer, 0, {}, watch.order, [value, buffer]):  # type: ignore[arg-type]
-        run()
-    assert recomputer.num_recorded == 2  # both exp, and not the product
 
 
 class RecordSpy:

@@ -128,8 +128,9 @@ def set_all(run: Run, name: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("layer", "policy"),
-    [(Layer, Mixed), (Rotary, Mixed), (Dropped, Mixed), (InPlace, Mixed), (Shared, Mixed), (Layer, AllRecomputed)],
-)
+    [(Layer, Mixed), (Layer, AllRecomputed),
+     *(pytest.param(layer, Mixed, marks=pytest.mark.slow) for layer in (Rotary, Dropped, InPlace, Shared))],
+)  # fmt: skip
 def test_equal_to_deciding(
     layer: Callable[[], nn.Module], policy: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +212,7 @@ class Reading(nn.Module):
         return self.last(wide) + unsaved * 0.1 + hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer", "way", "policy"), [
     (Reading, "another input", Mixed), (Switched, "another tensor", Mixed), (Switched, "another tensor", AllRecomputed),
     (Switched, "another operator", Mixed), (Switched, "another is changed", Mixed),
@@ -316,12 +318,10 @@ class Halves(TorchDispatchMode):
         return result * 0.5 if func is torch.ops.aten.silu.default else result
 
 
-@pytest.mark.parametrize(("layer", "policy"), [(Layer, AllRecomputed), (Shared, Mixed)])
-def test_a_mode_that_comes_later_is_not_left_out_of_what_is_recomputed(
-    layer: Callable[[], nn.Module], policy: type[Mixed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_mode_that_comes_later_is_not_left_out_of_what_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is active in forward alone, so that the operators whose results it changes must not run again."""
-    run = Run(layer, policy(), monkeypatch)
+    run = Run(Layer, AllRecomputed(), monkeypatch)
     assert run.step()["recomputed"] > 0
     for model in (run.model, run.plain):
         forward = model.forward

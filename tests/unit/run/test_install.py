@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import pickle
 from collections.abc import Iterator, Mapping
@@ -23,9 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megatron.swap.common.flags import add_swap_flags, settings_of
 from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
-from megatron.swap.common.settings import Settings
 from megatron.swap.common.types import UsageError
 from megatron.swap.patches import cpu, registry
 
@@ -261,11 +258,3 @@ def test_only_optimizers_of_the_model_end_its_steps() -> None:
                 others.step()
             optimizer.step()
     assert swapped.stats().num_steps == 2  # the third ends with the next forward
-
-
-def test_settings_are_those_of_the_flags() -> None:
-    given = {"recompute": ["norm", "rotary"], "oom_guard": True, "verify": False, "disk_dir": None, "min_mib": "0.5"}
-    flags = "--swap-recompute norm rotary --swap-oom-guard --swap-min-mib 0.5"
-    parsed = add_swap_flags(argparse.ArgumentParser()).parse_args(flags.split())
-    read = Settings(recompute=("norm", "rotary"), oom_guard=True, min_mib=0.5)
-    assert Settings.of(given) == settings_of(parsed) == read

@@ -29,7 +29,6 @@ from megatron.swap.run import host_share
 from tests.plain_loop import (
     Cnn,
     Mlp,
-    Twice,
     encoder,
     images,
     loss_of,
@@ -108,13 +107,6 @@ class Towers(nn.Module):
 def test_layers_that_differ_in_two_stacks_in_another_order() -> None:
     plan = assert_planned(Towers, fractions=(0.5,))[0]
     assert plan.startswith("model        7 layers of 32, Towers, float32")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_sections")
-def test_a_layer_that_runs_twice_behind_a_frozen_one() -> None:
-    plan = assert_planned(Twice, fractions=(0.8,))[0]
-    assert plan.startswith("model        4 layers")  # three modules: the shared one runs twice, the frozen one is apart
 
 
 def test_layers_that_change_their_inputs_or_buffers_are_not_run_again(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from megatron import swap
 from torch import nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 
@@ -126,15 +125,6 @@ def vmap(model: nn.Module, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return loss
 
 
-def forward_over_reverse(model: nn.Module, hidden: torch.Tensor, step: int) -> torch.Tensor:
-    weights = list(model.parameters())
-    with forward_ad.dual_level():
-        loss = loss_of(model(forward_ad.make_dual(hidden, torch.ones_like(hidden))))
-        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
-            weight.grad = sum(part.detach() for part in forward_ad.unpack_dual(gradient) if part is not None)
-        return forward_ad.unpack_dual(loss).primal
-
-
 def jvp_and_plain(model: nn.Module, hidden: torch.Tensor, step: int) -> torch.Tensor:
     """A layer that is recomputed whole in other steps must not be in this one."""
     return jvp(model, hidden, step) if step % 3 == 0 else plain(model, hidden, step)
@@ -146,7 +136,7 @@ def plain(model: nn.Module, hidden: torch.Tensor, step: int) -> torch.Tensor:
     return loss
 
 
-BACKWARDS = [jvp, vmap, forward_over_reverse, jvp_and_plain]
+BACKWARDS = [jvp, vmap, jvp_and_plain]
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
