@@ -80,6 +80,21 @@ class InPlace(torch.autograd.Function):
         return grad * (x > 0)
 
 
+class Quantized(torch.autograd.Function):
+    """A frozen weight of eight bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.scale = scale
+        return x @ (weight * scale).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return grad @ (weight * ctx.scale), None, None
+
+
 class EndsInFunction(Mlp):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return TwoOutputs.apply(super().forward(hidden))[0]
@@ -100,7 +115,7 @@ class EightBits(Mlp):
         self.register_buffer("weight", torch.randint(-127, 127, (4 * WIDTH, WIDTH), dtype=torch.int8))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(functional.gelu(self.up(hidden) + hidden @ (self.weight * 1e-3).t()))
+        return hidden + self.down(functional.gelu(self.up(hidden) + Quantized.apply(hidden, self.weight, 1e-3)))
 
 
 class InPlaceAtTheEnd(Mlp):

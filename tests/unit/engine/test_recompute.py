@@ -52,7 +52,7 @@ def test_equal_to_the_bit(swapped: list[int], kinds: list[str]):
     assert bool(engine.counters.out_bytes) == bool(swapped)
 
 
-@settings(max_examples=sized(40), deadline=None)
+@settings(max_examples=sized(20, 5, 40), deadline=None)
 @given(
     choices=st.lists(st.sampled_from(Action), min_size=37, max_size=37),
     window=st.sampled_from([None, 0, 1 << 16]),

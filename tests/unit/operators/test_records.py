@@ -12,9 +12,8 @@ import torch._dynamo
 from torch import nn
 from torch.nn import functional as F
 
-from megatron.swap.common.types import Site
 from megatron.swap.models.hints import ModelHints
-from megatron.swap.operators.records import OperatorRecords, OperatorWatch
+from megatron.swap.operators.records import OperatorWatch
 from megatron.swap.planner.profile import Link
 from megatron.swap.planning import workload_profiler
 from tests.planned_loop import assert_planned
@@ -211,25 +210,3 @@ def test_unusual_layers(layer: Callable[[], nn.Module]) -> None:
     """What cannot be made again is left alone, in time."""
     # Nothing can be recomputed in layers that vary: they are only measured.
     assert_planned(lambda: Stack(layer), fractions=(2.0 if layer is Varying else 0.95,), tolerance=1.0)
-
-
-def test_runs_with_other_operators_record_nothing() -> None:
-    """The same number of outputs, and other operators."""
-    recomputer = RecordSpy()
-    value = torch.ones(4)
-    with OperatorWatch(recomputer, [value]) as watch:  # type: ignore[arg-type]
-        value.sin().mul(2)
-    for make, is_as_watched, num_recorded in ((torch.sin, True, 2), (torch.cos, False, 0)):
-        recomputer.num_recorded = 0
-        sources: dict[int, Site] = {}
-        with OperatorRecords(recomputer, 0, sources, watch.order, [value]) as records:  # type: ignore[arg-type]
-            make(value).mul(2)
-        assert (records.is_as_watched, recomputer.num_recorded) == (is_as_watched, num_recorded)
-
-
-class RecordSpy:
-    unwatched = None
-    num_recorded = 0
-
-    def record_made(self, *_: Any) -> None:
-        self.num_recorded += 1

@@ -80,4 +80,4 @@ def test_random_programs_race_with_nothing(device: LazyDevice) -> None:
             found = program(seed, swap)
         assert found == program(seed, NoSwap()), f"seed {seed}"
     assert device.violations == []
-    assert min(device.num_copies.values()) > 20
+    assert sum(device.num_copies.values()) > 50
