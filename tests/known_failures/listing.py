@@ -28,13 +28,9 @@ THREAD = re.compile(r"\b([\w.-]+/[\w.-]+)#(\d+)\b")
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """One failure: a class of tests, whose docstring tells of it.
+    """One failure: a class of tests, whose docstring has its title, what was ``seen`` where, and what holds ``here``.
 
     Attributes:
-        name: the class.
-        title: the failure in one sentence.
-        seen: what others saw and where; GitHub threads as ``owner/repository#number``.
-        here: what this product promises instead.
         tests: node ids of the class, one for each file that has it.
         faults: what was planted.
     """
@@ -87,14 +83,7 @@ def results() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReportedKind:
-    """What goes wrong in several reports.
-
-    Attributes:
-        what: goes wrong.
-        here: what happens here.
-        tests: node ids; none: it was tried by hand.
-        reports: what each thread saw.
-    """
+    """What goes wrong in several reports, and what happens here. Without ``tests`` it was tried by hand."""
 
     what: str
     here: str

@@ -10,6 +10,7 @@ import torch
 
 from megatron.swap.devices.emulated import POISON
 from megatron.swap.native.guarding import native
+from tests.engine import TOKENS, Engine, batch, forward, loss_of, stack
 from tests.lazy_device import LazyDevice
 
 
@@ -35,6 +36,14 @@ def tensor_memory() -> Iterator[TensorMemory]:
         yield TensorMemory()
     finally:
         native().unlimit_ram()
+
+
+def group_bytes(num_tokens: int = TOKENS) -> int:
+    """The bytes that one layer offloads of so many tokens."""
+    layers = stack(2)
+    with Engine(layers, ends_in_loss=False) as engine:
+        loss_of(forward(layers, batch(tokens=num_tokens))).backward()
+        return engine.manager.release_budget.largest_group_bytes
 
 
 def num_objects() -> int:

@@ -64,9 +64,6 @@ class TestReloadBeforeItsOwnOffload:
         assert late[-1] > 0, "no reload was late: the test shows nothing"
         assert wrongs(run, device=LazyDevice(poison=False)) == []
 
-    def test_late_reloads_while_copies_are_slow(self) -> None:
-        assert wrongs(accumulate, device=EmulatedDevice(0.002), window_bytes=0) == []
-
 
 class TestMemoryFreedUnderItsCopy:
     """Device memory is used again while the copy to the host still reads it.

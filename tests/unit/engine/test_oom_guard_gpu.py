@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,28 +72,23 @@ def engine_around(layers: nn.ModuleList, **options: Any) -> Engine:
     return Engine(layers, guarded=True, device=CudaDevice(), host_bytes=2 * GIB, **options)
 
 
-@pytest.mark.parametrize("swapped", [(), (0, 2, 4)], ids=["kept", "some swapped"])
-def test_a_run_that_dies_without_it_goes_on_with_it(swapped: tuple[int, ...]) -> None:
+def test_a_run_that_dies_without_it_goes_on_with_it() -> None:
     layers = stack(6).cuda()
     plain = step(copy.deepcopy(layers))
-    with engine_around(layers, swapped=swapped) as engine:
+    with engine_around(layers, swapped=()) as engine:
         step(layers)
         peak = peak_bytes(lambda: step(layers))
         assert engine.guard.take_rescues() == []
-        rescued = []
         for part in (0.8, 0.65):
             layers.zero_grad()
             assert limited(lambda: step(layers), part * peak).same_as(plain)
-            rescued.append(bool(engine.guard.take_rescues()))
-        assert any(rescued)
-        assert all(rescued) or swapped  # what that needs varies: how soon is a layer's memory back?
+            assert engine.guard.take_rescues()
         layers.zero_grad()
         with pytest.raises(torch.OutOfMemoryError, match="guard has nothing more to evict"):
             limited(lambda: step(layers), 0.05 * peak)
         assert step(layers).same_as(plain)
-    if not swapped:
-        with pytest.raises(torch.OutOfMemoryError):
-            limited(lambda: step(copy.deepcopy(layers)), 0.65 * peak)
+    with pytest.raises(torch.OutOfMemoryError):
+        limited(lambda: step(copy.deepcopy(layers)), 0.65 * peak)
 
 
 def test_libraries_find_memory_where_pytorch_has_run_out() -> None:
@@ -108,81 +101,3 @@ def test_libraries_find_memory_where_pytorch_has_run_out() -> None:
         assert torch.cuda.mem_get_info()[0] > FREE_ALONE_BYTES - 64 * MIB
         del held
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
-
-
-def test_a_second_stream_runs_out_at_the_same_time() -> None:
-    """Backward allocates on autograd's thread, the other thread on a stream of its own. Both get their memory in steps
-    that need rescues, and the results are equal."""
-    layers = stack(4).cuda()
-    plain = step(copy.deepcopy(layers))
-    over = threading.Event()
-    failed: list[BaseException] = []
-    num_got = 0
-
-    def allocate() -> None:
-        nonlocal num_got
-        stream = torch.cuda.Stream()
-        while not over.is_set():
-            try:
-                with torch.cuda.stream(stream):
-                    torch.full((16 * MIB,), 7, dtype=torch.uint8, device="cuda").add_(1)
-                num_got += 1
-            except torch.OutOfMemoryError:
-                pass
-            except BaseException as error:
-                failed.append(error)
-                return
-
-    with engine_around(layers, swapped=(1,)) as engine:
-        step(layers)
-        peak = peak_bytes(lambda: step(layers))
-        other = threading.Thread(target=allocate)
-        other.start()
-        rescued: list[tuple[int, int, int]] = []
-        for percent in range(90, 30, -2):  # how soon a swapped layer's memory is back, and what it takes, varies
-            layers.zero_grad()
-            engine.guard.take_rescues()
-            got_before = num_got
-            try:
-                assert limited(lambda: step(layers), percent / 100 * peak).same_as(plain)
-            except torch.OutOfMemoryError:
-                continue
-            rescued.append((percent, len(engine.guard.take_rescues()), num_got - got_before))
-        over.set()
-        other.join(120)
-        assert not other.is_alive()
-        assert not failed
-        print("part of the peak, rescues, allocations beside:", rescued)
-        assert any(num_rescues and num_beside for _, num_rescues, num_beside in rescued), rescued
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-@pytest.mark.slow
-def test_500_rescues_leave_nothing_behind() -> None:
-    layers = stack(4).cuda()
-    plain = step(copy.deepcopy(layers))
-    with engine_around(layers, swapped=(1, 2)) as engine:
-        step(layers)
-        peak = peak_bytes(lambda: step(layers))
-        assert engine.guard._core is not None
-        num_rescues = 0
-        figures: list[tuple[int, ...]] = []
-        resident: list[int] = []
-        while num_rescues < 500:
-            layers.zero_grad()
-            assert limited(lambda: step(layers), 0.65 * peak).same_as(plain)
-            rescues = engine.guard.take_rescues()
-            assert rescues
-            num_rescues += len(rescues)
-            layers.zero_grad()
-            on_device = in_use()
-            left = len(engine.guard._offered), engine.num_leases
-            figures.append((on_device, torch.cuda.memory_reserved(), engine.guard._core.mapped_bytes(), *left))
-            resident.append(resident_bytes())
-        settled = len(figures) // 4
-        assert len(set(figures[settled:])) == 1, figures
-        assert figures[-1][3:] == (0, 0)
-        assert resident[-1] < resident[settled] + 32 * MIB

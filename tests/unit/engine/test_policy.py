@@ -48,12 +48,6 @@ def test_a_manual_policy(policy: ManualPolicy, site: str, num_bytes: int, produc
         assert policy.action(Site(int(layer), path, 0), num_bytes, producer) is action
 
 
-def test_the_layers_of_a_manual_policy() -> None:
-    assert [manual(1, 3).swaps_layer(layer) for layer in range(5)] == [False, True, False, True, False]
-    assert manual(0, recompute=("norm",)).recomputes_layer(5)
-    assert not manual(0).recomputes_layer(0)
-
-
 def test_what_cannot_be_recomputed_is_swapped_where_the_layer_swaps() -> None:
     class Everything(ManualPolicy):
         def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:

@@ -6,37 +6,32 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from unittest.mock import Mock
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, Action, Site
-from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.profiling.observer import Observer
 from tests.engine import (
     HIDDEN,
     TOKENS,
     Engine,
-    Layer,
     Result,
     batch,
     forward,
-    interleaved,
     loss_of,
     one_after_the_other,
-    one_forward_one_backward,
     result,
     stack,
     train_step,
 )
 from tests.lazy_device import LazyDevice, LazyStream
-from tests.recipe_cases import Block, Choice, blocks, chain, compare, doubling, one_step, where_known
+from tests.recipe_cases import Block, Choice, blocks, chain, compare, doubling, one_step
 from tests.sizes import sized
 
 HIDDEN_BYTES = TOKENS * HIDDEN * 4
@@ -45,7 +40,7 @@ HIDDEN_BYTES = TOKENS * HIDDEN * 4
 # ------------------------------------------------------------------------------------------------------ equality
 
 
-@pytest.mark.parametrize("swapped", [[], [0, 1, 2, 3], [1, 2]], ids=["none", "all", "middle"])
+@pytest.mark.parametrize("swapped", [[], [1, 2]], ids=["none", "middle"])
 @pytest.mark.parametrize("kinds", [[NORM], [ACTIVATION], [LINEAR], PRODUCERS], ids=["norm", "act", "linear", "all"])
 def test_equal_to_the_bit(swapped: list[int], kinds: list[str]):
     engine = compare(stack(), one_step, swapped=swapped, recompute=kinds)
@@ -57,16 +52,7 @@ def test_equal_to_the_bit(swapped: list[int], kinds: list[str]):
     assert bool(engine.counters.out_bytes) == bool(swapped)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("schedule", [one_forward_one_backward(4), interleaved(4)], ids=["1f1b", "interleaved"])
-def test_under_pipeline_schedules_with_dropout(schedule: list, dtype: torch.dtype):
-    chunks = [2, 2] if schedule == interleaved(4) else None
-    layers = stack(make=lambda: Layer(dropout=0.2), dtype=dtype)
-    engine = compare(layers, lambda m: train_step(m, schedule, chunks, dtype), recompute=PRODUCERS, chunks=chunks)
-    assert engine.counters.num_recomputed > 0
-
-
-@settings(max_examples=sized(40), deadline=None)
+@settings(max_examples=sized(20, 5, 40), deadline=None)
 @given(
     choices=st.lists(st.sampled_from(Action), min_size=37, max_size=37),
     window=st.sampled_from([None, 0, 1 << 16]),
@@ -76,14 +62,6 @@ def test_any_mix_of_the_three_actions(choices: list[Action], window: int | None,
     """Every site has its own action. Sites that cannot be recomputed are swapped instead."""
     policy = Choice(lambda site, _: choices[sum(map(ord, str(site))) * 31 % 37])
     compare(stack(), one_step, policy=policy, window_bytes=window, verify=verify)
-
-
-def test_what_cannot_be_recomputed_is_swapped_and_counted() -> None:
-    engine = compare(stack(), policy=Choice(lambda site, producer: Action.RECOMPUTE))
-    assert engine.recomputer.refused[Site(1, "attention.linear_proj", 0)] == "its producer is unknown"
-    assert Site(1, "attention.linear_qkv", 0) not in engine.recomputer.refused
-    assert engine.counters.num_not_recomputed > 0
-    assert engine.counters.out_bytes > 0
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -130,16 +108,6 @@ def saves_its_norm(block: Block, hidden: torch.Tensor) -> torch.Tensor:
     return block.linear(norm) + block.other(block.activation(norm))
 
 
-def saves_nothing_made(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-    start = noted(hidden * 1.5)
-    output = block.activation(start)
-    del start
-    assert held[-1]() is not None, "a producer holds its inputs for what may save the output"
-    del output
-    assert held[-1]() is None
-    return block.linear(hidden)
-
-
 def breaks_off(block: Block, hidden: torch.Tensor) -> torch.Tensor:
     if block.step > 1:
         return chain(block, hidden)
@@ -151,7 +119,7 @@ def breaks_off(block: Block, hidden: torch.Tensor) -> torch.Tensor:
     raise InterruptedError(norm.shape)
 
 
-@pytest.mark.parametrize("body", [saves_its_norm, saves_nothing_made, breaks_off])
+@pytest.mark.parametrize("body", [saves_its_norm, breaks_off])
 def test_nothing_is_held_after_the_layer_or_its_exception(body: Callable) -> None:
     held.clear()
     layers = doubling(body)
@@ -190,18 +158,7 @@ def test_what_a_recipe_needs_is_itself_kept_swapped_or_recomputed(first: Action,
     assert bool(engine.counters.out_bytes) == (Action.SWAP in (first, second) or first is Action.RECOMPUTE)
 
 
-def test_views_and_several_saved_tensors_share_what_is_made_again():
-    def body(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        norm = block.norm(hidden)
-        left, right = norm.chunk(2, -1)
-        crossed = (norm.t() @ norm).sum() * 1e-3 + left.exp().mean() + (right * right).mean()
-        return block.linear(norm) + block.other(norm.flip(0)) * crossed + norm[3:5].sin().sum()
-
-    engine = compare(blocks(body), one_step, policy=where_known(Action.SWAP))
-    assert engine.counters.num_recomputed == 3 * 2 * 2, "one a layer, micro-batch and step"
-
-
-def test_a_retained_graph_goes_backward_twice_and_what_was_made_again_goes_with_its_last_user() -> None:
+def test_a_retained_graph_goes_backward_twice() -> None:
     def run(layers: nn.ModuleList) -> Result:
         layers.zero_grad()
         loss = loss_of(forward(layers, batch()))
@@ -210,51 +167,13 @@ def test_a_retained_graph_goes_backward_twice_and_what_was_made_again_goes_with_
         return result(layers, loss)
 
     assert compare(stack(), run, 1, recompute=PRODUCERS).counters.num_recomputed == 2 * 20
-    layers = stack()
-    with Engine(layers, swapped=[], recompute=PRODUCERS):
-        loss = loss_of(forward(layers, batch()))
-        recipes = saved_recipes(loss)
-        assert len({id(recipe) for recipe in recipes}) == 20
-        loss.backward(retain_graph=True)
-        assert {recipe.storage for recipe in recipes} == {None}
 
 
-def test_gradients_of_a_part_only() -> None:
-    def run(layers: nn.ModuleList) -> Result:
-        loss = loss_of(forward(layers, batch()))
-        return Result([loss.detach()], list(torch.autograd.grad(loss, list(layers[2].mlp.parameters()))))
-
-    compare(stack(), run, recompute=PRODUCERS)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_under_no_grad_and_in_a_recomputation_nothing_is_noted():
-    def body(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + checkpoint(lambda x: chain(block, x), hidden * 1, use_reentrant=True)
-
-    def run(layers: nn.ModuleList) -> Result:
-        with torch.no_grad():
-            forward(layers, batch())
-        return one_step(layers)
-
-    engine = compare(blocks(body), run, policy=where_known(Action.SWAP))
-    assert engine.counters.num_recomputed == 0
-    assert engine.counters.out_bytes > 0, "the checkpoint's inputs"
-
-
-def test_under_autocast_nothing_is_recomputed():
-    def run(layers: nn.ModuleList) -> Result:
-        with torch.autocast("cpu", torch.bfloat16):
-            return one_step(layers)
-
-    assert compare(stack(), run, recompute=PRODUCERS).counters.num_recomputed == 0
-
-
-def test_another_stream_makes_its_own():
+def test_another_stream_makes_its_own_and_what_was_made_again_goes_with_its_last_user() -> None:
     layers, device, unpack = stack(1), LazyDevice(), lambda packed: packed.tensor
     with Engine(layers, recompute=[NORM], device=device, swapped=[]) as engine:
         loss = loss_of(forward(layers, batch()))
-        recipe = next(node for node in saved_recipes(loss) if node.num_packed == 1)
+        recipe = next(data.spec for data in saved_by(loss.grad_fn) if hasattr(data, "spec"))
         recipe.num_packed = 3  # as if three consumers had saved it
         first = engine.recomputer.recompute(recipe, unpack)
         device.compute = LazyStream("side", eager=True)
@@ -264,25 +183,10 @@ def test_another_stream_makes_its_own():
         assert recipe.storage is None
 
 
-def saved_recipes(loss: torch.Tensor) -> list:
-    """Return the recompute specs in a graph."""
-    found, todo, seen = [], [loss.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [function for function, _ in node.next_functions]
-        for name in dir(node):
-            if name.startswith("_raw_saved"):
-                data = getattr(getattr(node, name), "data", None)
-                if hasattr(data, "spec"):
-                    found.append(data.spec)
-    return found
-
-
-def test_a_forward_that_fails_ends_its_recording() -> None:
-    recomputer = Recomputer(*(Mock() for _ in range(5)))
-    with suppress(ValueError), recomputer.recording():
-        raise ValueError
-    assert not recomputer.is_recording
+def saved_by(node: Any) -> Iterator[Any]:
+    """Yield what stands for saved tensors in a graph."""
+    for name in dir(node):
+        if name.startswith("_raw_saved"):
+            yield getattr(getattr(node, name), "data", None)
+    for function, _ in node.next_functions if node is not None else ():
+        yield from saved_by(function)

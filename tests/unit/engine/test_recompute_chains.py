@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -19,18 +18,14 @@ from tests.engine import (
     Result,
     batch,
     forward,
-    interleaved,
     loss_of,
-    one_forward_one_backward,
     result,
     stack,
-    train_step,
 )
 from tests.recipe_cases import Choice, compare, one_step
 
 HIDDEN_BYTES = TOKENS * HIDDEN * 4
 FREQS = torch.linspace(0.1, 2.0, HIDDEN)
-UNSAVED = "one of its inputs is not saved"
 
 
 class Rotate(torch.autograd.Function):
@@ -110,14 +105,13 @@ EACH = 3 * 2 * 2
 """Number of layers, micro-batches and steps."""
 
 
-@pytest.mark.parametrize("swapped", [[], [0, 1, 2], [1]], ids=["none", "all", "middle"])
+@pytest.mark.parametrize("swapped", [[], [1]], ids=["none", "middle"])
 @pytest.mark.parametrize(
-    ("kinds", "num_made", "num_sites", "hidden_units"),
-    [((ROTARY,), 2, 2, 2), ((LINEAR,), 1, 1, 3), ((ROTARY, LINEAR), 3, 3, 5), (PRODUCERS, 4, 4, 6)],
-    ids=["rotary", "linear", "rotary linear", "all"],
-)
+    ("kinds", "num_made", "hidden_units"), [((ROTARY,), 2, 2), ((LINEAR,), 1, 3), (PRODUCERS, 4, 6)],
+    ids=["rotary", "linear", "all"],
+)  # fmt: skip
 def test_values_saved_behind_what_is_made_from_their_storage(
-    swapped: list[int], kinds: tuple[str, ...], num_made: int, num_sites: int, hidden_units: int
+    swapped: list[int], kinds: tuple[str, ...], num_made: int, hidden_units: int
 ) -> None:
     engine = attention(False, kinds, swapped=swapped, verify=True)
     assert engine.recomputer.refused == {}
@@ -126,67 +120,12 @@ def test_values_saved_behind_what_is_made_from_their_storage(
     assert bool(engine.counters.out_bytes) == bool(swapped)
 
 
-@pytest.mark.parametrize("swapped", [[], [0, 1, 2]], ids=["none", "all"])
 @pytest.mark.parametrize("kinds", [(ROTARY, LINEAR), PRODUCERS], ids=["rotary linear", "all"])
-def test_what_nobody_saves_is_made_again_on_the_way_once_for_all_three(
-    swapped: list[int], kinds: tuple[str, ...]
-) -> None:
-    engine = attention(True, kinds, swapped=swapped, verify=True)
+def test_what_nobody_saves_is_made_again_on_the_way_once_for_all_three(kinds: tuple[str, ...]) -> None:
+    engine = attention(True, kinds, swapped=[0, 1, 2], verify=True)
     assert engine.recomputer.refused == {}
     assert engine.counters.num_recomputed == (3 + 1 + (NORM in kinds)) * EACH
     assert engine.counters.totals().recomputed_bytes == (3 + (NORM in kinds)) * HIDDEN_BYTES * EACH
-
-
-@pytest.mark.parametrize("swapped", [[], [0, 1, 2]], ids=["none", "all"])
-def test_a_linear_does_not_run_again_for_rotary_alone(swapped: list[int]) -> None:
-    engine = attention(True, (ROTARY,), swapped=swapped)
-    assert engine.counters.num_recomputed == 0
-    assert engine.counters.totals().recomputed_bytes == 0
-    assert set(engine.recomputer.refused.values()) == {f"{UNSAVED}, and {LINEAR} is not to be recomputed"}
-    assert len(engine.recomputer.refused) == 9
-    assert bool(engine.counters.out_bytes) == bool(swapped), "what is refused is swapped where the layer swaps"
-
-
-@pytest.mark.parametrize("ordinals", [{0}, {2}, {1, 2}], ids=["query", "value", "key and value"])
-def test_any_part_of_the_three(ordinals: set[int]) -> None:
-    is_chosen = lambda site: site.path == "attention" and site.ordinal in ordinals  # noqa: E731
-    policy = Choice(lambda site, producer: Action.RECOMPUTE if is_chosen(site) else Action.KEEP)
-    engine = attention(True, (), policy=policy)
-    assert engine.recomputer.refused == {}
-    assert engine.counters.num_recomputed == (1 + len(ordinals)) * EACH
-
-
-@pytest.mark.parametrize("where", ["output", "input"])
-def test_a_change_while_a_recipe_waits_is_refused_or_the_error_that_it_is_without_us(where: str) -> None:
-    """The change comes after the save of the query and before the save of the value."""
-
-    class Changing(Attention):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            mixed = self.linear_qkv(hidden)
-            query = self.rotary(mixed[:, :HIDDEN], FREQS)
-            result = query.sin()
-            with torch.no_grad():
-                (query if where == "output" else mixed).mul_(2)
-            return self.linear_proj(result + mixed[:, HIDDEN : 2 * HIDDEN].exp())
-
-    def make() -> nn.Module:
-        layer = Rotary(False)
-        layer.attention = Changing(False)
-        return layer
-
-    def run(layers: nn.ModuleList) -> Result | str:
-        try:
-            return one_step(layers)
-        except RuntimeError as error:
-            return "in place" if "inplace" in str(error) else str(error)
-
-    plain = run(stack(2, make))
-    layers = stack(2, make)
-    with Engine(layers, recompute=[ROTARY, LINEAR]) as engine:
-        telling(engine, layers)
-        found = run(layers)
-        assert found == plain if isinstance(plain, str) else found.same_as(plain)  # type: ignore[union-attr]
-        assert (where == "input") == bool(engine.recomputer.refused)
 
 
 def live_bytes(layers: nn.ModuleList, **options: Any) -> int:
@@ -241,19 +180,13 @@ def test_a_recipe_is_decided_at_the_layers_end() -> None:
 
 
 class TestWholeLayers:
-    @pytest.mark.parametrize("swapped", [[], [0, 1, 2, 3], [1]], ids=["none", "all", "one"])
-    @pytest.mark.parametrize("whole", [[0], [1, 2], [0, 1, 2, 3]], ids=str)
+    @pytest.mark.parametrize("swapped", [[], [0, 1, 2, 3]], ids=["none", "all"])
+    @pytest.mark.parametrize("whole", [[1, 2], [0, 1, 2, 3]], ids=str)
     @pytest.mark.parametrize("kinds", [[], PRODUCERS], ids=["alone", "beside single sites"])
     def test_equal_to_the_bit_with_dropout(self, swapped: list[int], whole: list[int], kinds: list[str]) -> None:
         layers = stack(make=lambda: Layer(dropout=0.2))
         engine = compare(layers, one_step, swapped=swapped, whole=whole, recompute=kinds)
         assert bool(engine.counters.out_bytes) == bool(swapped)
-
-    @pytest.mark.parametrize("schedule", [one_forward_one_backward(4), interleaved(4)], ids=["1f1b", "interleaved"])
-    def test_under_pipeline_schedules(self, schedule: list) -> None:
-        chunks = [2, 2] if schedule == interleaved(4) else None
-        layers = stack(make=lambda: Layer(dropout=0.2))
-        compare(layers, lambda m: train_step(m, schedule, chunks), whole=[1, 2], chunks=chunks)
 
     def test_only_the_input_is_held(self) -> None:
         everything = live_bytes(stack())
@@ -283,10 +216,3 @@ class TestWholeLayers:
             return result(layers, loss)
 
         compare(stack(3), run, whole=[0, 2])
-
-    def test_evaluation_runs_it_once(self) -> None:
-        layers = stack(2)
-        plain = copy.deepcopy(layers)
-        with Engine(layers, whole=[0, 1]) as engine, torch.no_grad():
-            assert torch.equal(forward(layers, batch()), forward(plain, batch()))
-            assert engine.counters.out_bytes == 0

@@ -18,7 +18,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.layer_state import StateReader
 from megatron.swap.engine.overrides import in_backward
 from megatron.swap.engine.recomputed_run import Contexts, RecomputedRunError, RunChecks
-from tests.engine import HIDDEN, Engine, Layer, forward, loss_of, one_after_the_other, stack, train_step
+from tests.engine import Engine, one_after_the_other, stack, train_step
 
 CONTEXTS = Contexts(nullcontext, lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
 FACTOR = [1.0]
@@ -80,16 +80,6 @@ KINDS = pytest.mark.parametrize("kind", [{}, {"use_reentrant": True}, BOTH], ids
 
 
 @KINDS
-def test_a_pure_layer(kind: dict[str, bool]) -> None:
-    loop = Loop(**kind)
-    for _ in range(3):
-        loop.step()
-        loop.checks.before_step()
-    loop.checks.read()
-    assert loop.checks.take_lines() == []
-
-
-@KINDS
 @pytest.mark.parametrize("reads", ["at once", "before_step", "read"])
 def test_what_nobody_sees_is_an_error_at_once_at_first_and_before_a_step_or_a_save_later(
     kind: dict[str, bool], reads: str
@@ -114,18 +104,6 @@ def test_what_was_replaced_is_put_back_and_what_was_changed_in_place_is_refused(
     assert loop.block.factor == 3.0
     with pytest.raises(UsageError, match=r"layer 0 runs again in backward, but shift changed since forward\. .*budget"):
         loop.step(lambda: loop.block.shift.add_(1))
-
-
-@KINDS
-def test_the_context_of_forward_holds_again(kind: dict[str, bool]) -> None:
-    class Cast(Block):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return super().forward(hidden) * torch.tensor(1.0).to(torch.get_default_dtype())
-
-    loop = Loop(Cast(), **kind)
-    right = loop.step()
-    assert torch.equal(loop.step(lambda: torch.set_default_dtype(torch.float64)), right)
-    torch.set_default_dtype(torch.float32)
 
 
 class Noisy(Block):
@@ -166,50 +144,6 @@ def test_noise_is_an_error_where_kernels_are_deterministic_or_it_is_large(
         loop.step()
 
 
-def test_a_layer_with_other_operators_is_an_error_in_words() -> None:
-    """PyTorch's checkpoint would say that it is a bug of PyTorch's."""
-    class Branching(Block):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return super().forward(hidden).exp() if FACTOR[0] > 1 else super().forward(hidden)
-
-    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
-        Loop(Branching()).step(enlarge)
-    FACTOR[0] = 1.5
-    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
-        Loop(Branching()).step(lambda: FACTOR.__setitem__(0, 1.0))
-
-
-class Inner(Block):
-    """Takes a gradient in its own forward, which its result depends on."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            inner = super().forward(hidden)
-            (grad,) = torch.autograd.grad(inner.sum(), hidden, create_graph=True)
-        return inner + grad
-
-
-class TakesGradient(Block):
-    """Takes one of a part of its own."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            given = hidden.detach().requires_grad_()
-            (grad,) = torch.autograd.grad(super().forward(given).square().sum(), given, create_graph=True)
-        return super().forward(hidden) + grad.detach()
-
-
-@pytest.mark.parametrize(("make", "kind"), [
-    (Inner, {}), (TakesGradient, {}), (TakesGradient, {"use_reentrant": True}), (TakesGradient, BOTH),
-])  # fmt: skip
-def test_a_layer_that_takes_a_gradient_in_its_own_forward(make: type[Block], kind: dict[str, bool]) -> None:
-    loop, plain = Loop(make(), **kind), torch.ones(64, 64, requires_grad=True)
-    loop.block(plain).sum().backward()
-    for _ in range(3):
-        assert torch.equal(loop.step(), plain.grad)  # type: ignore[arg-type]
-        loop.checks.read()
-
-
 def test_a_result_beside_the_result_is_refused() -> None:
     """A loss that reads an attribute of the layer would lose its gradient."""
 
@@ -240,26 +174,27 @@ def test_a_layer_that_counts_itself_is_put_back_between_its_two_runs() -> None:
         loop = Loop(Counting(), **kind)
         for step in range(1, 4):
             loop.step()
-            loop.checks.read()
+            loop.checks.before_step()
             assert loop.block.count == step
-
-
-def test_a_layer_that_counts_in_runs_with_gradients_has_none_in_its_turn() -> None:
-    class Counting(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            if torch.is_grad_enabled():
-                self.seen += 1
-            return super().forward(hidden)
-
-    loop = Loop(Counting(), use_reentrant=True, may_have_gradients=True, forked=partial(torch.random.fork_rng, []))
-    for step in range(1, 5):
-        loop.step()
         loop.checks.read()
-        assert loop.block.seen == step
+        assert loop.checks.take_lines() == []
+
+
+def test_recomputed_storages_take_turns() -> None:
+    layers = stack(4)
+    with Engine(layers, swapped=(), recompute=("norm", "activation")) as engine:
+        checks, seen = engine.saved_tensors.checks, []
+        inner = checks.check_in_turn
+        checks.check_in_turn = lambda first, storage: (seen.append(first.known.name), inner(first, storage))  # type: ignore[method-assign]
+        for _ in range(len(checks._sites) or 12):
+            train_step(layers, one_after_the_other(1))
+        assert len(set(seen)) > 6
+        checks.read()
+        spec_of = checks.print_in_turn
+        checks.print_in_turn = lambda *given: (made := spec_of(*given)) and made._replace(sums=made.sums + 1)  # type: ignore[method-assign]
+        train_step(layers, one_after_the_other(1))
+        with pytest.raises(RecomputedRunError, match=r"layers\.\d/.* ran again"):
+            checks.read()
 
 
 class Reads(torch.autograd.Function):
@@ -293,135 +228,3 @@ def test_what_only_a_backward_reads(kind: dict[str, bool], dtype: torch.dtype) -
     loop.step(enlarge)
     with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
         loop.checks.read()
-
-
-class Turned(nn.Module):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.t() if FACTOR[0] > 1 else hidden * 1.0
-
-
-def test_strides_count() -> None:
-    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
-        Loop(Turned(), use_reentrant=True).step(enlarge)
-
-
-def test_a_layer_that_has_gradients_in_its_turn_alone() -> None:
-    """Its results and gradients are the same, and no graph is left."""
-
-    has_gradients: list[bool] = []
-
-    class Several(Block):
-        def forward(self, hidden: torch.Tensor) -> Any:
-            if torch._C._current_graph_task_id() == -1:
-                has_gradients.append(torch.is_grad_enabled())
-            return super().forward(hidden), 3, hidden, hidden.detach().long()
-
-    def train(turns: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        layers = [Several(), Several()]
-        checks, reader = RunChecks(EmulatedDevice(0.0)), StateReader(layers[0], lambda _: ())
-        grads = []
-        for _ in range(4):
-            hidden = given = torch.ones(64, 64, requires_grad=True)
-            for key, layer in enumerate(layers):
-                run = checks.run(
-                    key, f"layer {key}", reader.read(), sees_saved=False, may_have_gradients=turns, is_well_known=turns,
-                    forked=partial(torch.random.fork_rng, []), contexts=CONTEXTS,
-                )  # fmt: skip
-                hidden, three, same, whole = checkpoint(partial(untouched, run, layer), hidden, use_reentrant=True)
-                assert three == 3
-                assert "CheckpointFunction" in str(hidden.grad_fn)
-                assert whole.grad_fn is None
-                hidden = hidden + same
-            hidden.sum().backward()
-            assert given.grad is not None
-            grads += [given.grad, *(parameter.grad.clone() for layer in layers for parameter in layer.parameters())]
-        checks.read()
-        return grads
-
-    plain = train(turns=False)
-    assert not any(has_gradients)
-    has_gradients.clear()
-    assert all(map(torch.equal, train(turns=True), plain))
-    assert has_gradients == [True, True, False, True, True, False, False, True]  # both at first
-
-
-def test_one_run_in_each_forward_is_compared_as_a_whole() -> None:
-    checks, reader = RunChecks(EmulatedDevice(0.0)), StateReader(Block())
-    options: dict[str, Any] = {"saved": {1}, "in_turn": None, "sees_saved": True, "forked": None, "contexts": CONTEXTS}
-    whole = [
-        [key for key in range(4) if checks.run(key, f"layer {key}", reader.read(), **options).saved is None]
-        for _ in range(9)
-    ]
-    assert whole[1:] == [[step % 4] for step in range(1, 9)]
-
-
-def test_a_comparison_behind_a_thousand_others() -> None:
-    loop = Loop()
-    state = loop.reader.read()
-    for key in range(1, 1001):  # the layers of a long forward, of which the first runs again last
-        loop.checks.run(key, f"layer {key}", state, sees_saved=True, **loop.options)
-    loop.step()
-    loop.step(enlarge)
-    with pytest.raises(RecomputedRunError, match="layer 0 ran again"):
-        loop.checks.read()
-
-
-def test_recomputed_storages_take_turns() -> None:
-    layers = stack(4)
-    with Engine(layers, swapped=(), recompute=("norm", "activation")) as engine:
-        checks, seen = engine.saved_tensors.checks, []
-        inner = checks.check_in_turn
-        checks.check_in_turn = lambda first, storage: (seen.append(first.known.name), inner(first, storage))  # type: ignore[method-assign]
-        for _ in range(len(checks._sites) or 12):
-            train_step(layers, one_after_the_other(1))
-        assert len(set(seen)) > 6
-        checks.read()
-        spec_of = checks.print_in_turn
-        checks.print_in_turn = lambda *given: (made := spec_of(*given)) and made._replace(sums=made.sums + 1)  # type: ignore[method-assign]
-        train_step(layers, one_after_the_other(1))
-        with pytest.raises(RecomputedRunError, match=r"layers\.\d/.* ran again"):
-            checks.read()
-
-
-class Transposed(nn.Module):
-    """A stack whose output is transposed, so that gradients have other strides than the tensors of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return forward(self.layers, hidden).transpose(0, 1)
-
-
-def test_an_input_that_a_layer_does_not_use_gets_no_gradient() -> None:
-    class Unused(Layer):
-        def forward(self, hidden_states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-            return super().forward(hidden_states)
-
-    layers = nn.ModuleList([Unused()])
-    more = torch.zeros(3, requires_grad=True)
-    with Engine(layers, swapped=(), whole=(0,)):
-        loss_of(layers[0](torch.randn(24, HIDDEN, requires_grad=True), more)).backward()
-    assert more.grad is None
-
-
-def test_gradients_have_the_strides_that_autograd_hands_on() -> None:
-    strides: dict[str, list[tuple[int, ...]]] = {"plain": [], "again": []}
-
-    def grads(model: Transposed, name: str) -> list[torch.Tensor]:
-        for layer in model.layers:
-            layer.register_full_backward_hook(lambda _, of_input, grads: strides[name].append(grads[0].stride()))
-        batch = torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        loss_of(model(batch)).backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-    plain = grads(Transposed(), "plain")
-    model = Transposed()
-    with Engine(model.layers, swapped=(), whole=(0, 1, 2)):
-        again = grads(model, "again")
-    assert strides["plain"] == strides["again"]
-    assert len(set(strides["plain"])) == 1
-    assert all(map(torch.equal, plain, again))

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from megatron.swap.engine.run_context import SWITCHES, RunContext
-
-
-def values() -> dict[str, Any]:
-    return {switch.name: switch.get() for switch in SWITCHES}
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_switches_hold_again_and_come_back_also_after_an_error(fails: bool) -> None:
-    outside = values()
-    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        inside, context = values(), RunContext.now()
-    assert {name for name in outside if outside[name] != inside[name]} >= {"flash attention"}
-    try:
-        with context.restored():
-            assert values() == inside
-            if fails:
-                raise ValueError
-    except ValueError:
-        assert fails
-    assert values() == outside
 
 
 def another(value: Any) -> Any:
@@ -41,38 +20,17 @@ def another(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=[switch.name for switch in SWITCHES])
-def test_every_switch_can_be_set(switch: Any) -> None:
+def test_every_switch_holds_again_and_comes_back_also_after_an_error(switch: Any) -> None:
     before, context = switch.get(), RunContext.now()
     changed = another(before)
     try:
         switch.set(changed)
-        with context.restored():
+        with suppress(InterruptedError), context.restored():
             assert switch.get() == before
+            raise InterruptedError
         assert switch.get() == changed
     finally:
         switch.set(before)
-
-
-class Watching(TorchFunctionMode):
-    """Watches one forward, and must not be entered again."""
-
-    num_seen = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_default_device_holds_again_and_other_modes_are_left_alone() -> None:
-    mode = Watching()
-    with torch.device("meta"), mode:
-        context = RunContext.now()
-    assert torch.zeros(1).device.type == "cpu"
-    seen = mode.num_seen
-    with context.restored():
-        assert torch.sin(torch.zeros(1)).device.type == "meta"
-    assert torch.zeros(1).device.type == "cpu"
-    assert mode.num_seen == seen
 
 
 @pytest.mark.parametrize("caches", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -34,29 +33,6 @@ class Recursive(nn.Module):
         return self(hidden, depth - 1) if depth else hidden
 
 
-class Failing(nn.Module):
-    fail = False
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.fail:
-            raise ValueError("as planned")
-        return hidden.sin()
-
-
-class Outer(nn.Module):
-    def __init__(self, catches: bool) -> None:
-        super().__init__()
-        self.part, self.catches = nn.Sequential(Failing()), catches
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        try:
-            hidden = self.part(hidden)
-        except ValueError:
-            if not self.catches:
-                raise
-        return hidden.sigmoid()
-
-
 def test_sites_have_the_path_of_the_innermost_running_module_in_every_run() -> None:
     layer = Layer()
     names = SiteNames(5, layer)
@@ -69,21 +45,6 @@ def test_sites_have_the_path_of_the_innermost_running_module_in_every_run() -> N
     recursive = nn.Sequential(Recursive())
     found = saved_in(recursive, SiteNames(0, recursive), batch())
     assert {site.rsplit("/", 1)[0] for site in found} == {"layers.0/0", "layers.0/0.linear"}
-
-
-@pytest.mark.parametrize("catches", [False, True])
-def test_an_exception_leaves_no_module_on_the_stack(catches: bool) -> None:
-    layer = Outer(catches)
-    names, hidden = SiteNames(0, layer), batch().requires_grad_()
-    before = saved_in(layer, names, hidden)
-    layer.part[0].fail = True
-    if catches:
-        assert saved_in(layer, names, hidden) == ["layers.0/layer/0"]
-    else:
-        with pytest.raises(ValueError, match="as planned"):
-            saved_in(layer, names, hidden)
-    layer.part[0].fail = False
-    assert saved_in(layer, names, hidden) == before == ["layers.0/part.0/0", "layers.0/layer/0"]
 
 
 def test_what_is_left_out_is_not_followed_and_remove_takes_all_hooks_off() -> None:

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from megatron.swap.common.types import KIB
-from megatron.swap.engine.handle import Group
-from megatron.swap.engine.offload import Offloader
 from megatron.swap.engine.reload import Reloader
 from tests.engine import Engine, batch, forward, loss_of, one_after_the_other, one_step, stack, train_step
 from tests.lazy_device import LazyDevice
@@ -63,19 +61,6 @@ def test_of_what_backward_gives_back_a_chosen_window_takes_as_much_again(
     assert (max(there for there, _ in ahead) > 2 * group_bytes) is not is_chosen
 
 
-def test_another_policy_brings_its_window() -> None:
-    layers = stack(4)
-    with Engine(layers, device=LazyDevice()) as engine:
-        budget = engine.manager.release_budget
-        for window_bytes in (5 * KIB, None, 7 * KIB):
-            train_step(layers, one_after_the_other(1))
-            engine.manager.apply_policy(window_bytes)
-            assert budget.window_bytes == (window_bytes or 0), "nothing is known of sizes any more"
-        engine.manager.apply_policy(None)
-        train_step(layers, one_after_the_other(1))
-        assert budget.window_bytes == budget.largest_group_bytes > 7 * KIB
-
-
 @pytest.mark.parametrize("ends_in_loss", [True, False])
 def test_what_may_await_its_release_at_the_end_of_a_forward(ends_in_loss: bool) -> None:
     """At the loss only the tail's input, which its layer still held; elsewhere at most the window."""
@@ -88,31 +73,6 @@ def test_what_may_await_its_release_at_the_end_of_a_forward(ends_in_loss: bool) 
             most_bytes = max(100 * KIB, engine.manager.release_budget.largest_group_bytes)
             assert left_bytes <= batch().nbytes if ends_in_loss else 0 < left_bytes <= most_bytes
             loss.backward()
-
-
-@pytest.mark.parametrize("swapped", [range(3), range(6)], ids=["chosen", "tail"])
-def test_a_layer_that_stays_lends_what_it_has_not_claimed_yet(swapped: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_flight: list[int] = []
-    account_kept = Offloader.account_kept
-
-    def noting(self: Offloader, storage: torch.UntypedStorage, group: Group) -> None:
-        queue = self._state.offloading
-        before = queue.num_bytes
-        account_kept(self, storage, group)
-        if self._running is not None and self._running.position.num_after == 0:
-            in_flight.append(before)
-            assert queue.num_bytes <= self._state.release_budget._unaccounted_bytes
-
-    monkeypatch.setattr(Offloader, "account_kept", noting)
-    layers = stack(6)
-    with Engine(layers, swapped, device=LazyDevice()) as engine:
-        for _ in range(2):  # the largest group is learned, so the tail; then what the tail keeps
-            train_step(layers, one_after_the_other(1))
-        in_flight.clear()
-        loss = loss_of(forward(layers, batch()))
-        assert in_flight[0] > 0.9 * engine.manager.release_budget.largest_group_bytes
-        assert engine.manager._state.offloading.num_bytes == 0
-        del loss
 
 
 def test_a_storage_that_is_saved_several_times_takes_its_memory_once() -> None:
@@ -138,12 +98,3 @@ def test_a_storage_that_is_saved_several_times_takes_its_memory_once() -> None:
             dropped.append(group.kept_bytes - kept[-1])
             manager.end_forward(group)
         assert (kept, dropped) == ([saved.nbytes, 0, 0], 3 * [4 * 4096])
-
-
-def test_a_huge_window_keeps_everything() -> None:
-    layers = stack(4)
-    with Engine(layers, window_bytes=1 << 40) as engine:
-        train_step(layers, one_after_the_other(1))
-        before = engine.counters.out_bytes
-        train_step(layers, one_after_the_other(1))
-        assert engine.counters.out_bytes == before

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,15 @@ import pytest
 import torch
 from megatron import swap
 from torch import nn
-from torch.utils import checkpoint as torch_checkpoint
 
 from megatron.swap.common.types import GIB, UsageError
-from megatron.swap.engine.recomputed_run import RecomputedRunError
 from megatron.swap.forecast.profiles import load_profile
-from megatron.swap.layers import makers, whole
 from megatron.swap.layers import measure as alike_runs
 from megatron.swap.layers.measure import LEAST_MEASURED, AlikeRuns, kind_of
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.planner.profile import LayerClass
-from tests.plain_loop import WIDTH, Mlp, encoder, mlps, rows, tokens, train
+from tests.plain_loop import WIDTH, Mlp, mlps, rows, train
 from tests.planned_loop import NUM_STEPS, QUIET, check, unswapped
-from tests.unit.operators.test_repeats import Seeing
 
 
 @pytest.fixture
@@ -67,48 +61,24 @@ def shape(entry: LayerClass) -> LayerClass:
     return replace(entry, forward_ms=0, backward_ms=0, host_ms=0, temporaries=(), sites=sites, sections=sections)
 
 
-@pytest.mark.parametrize(("make", "data", "first"), [
-    pytest.param(lambda: mlps(10), rows, [(), (), (), *7 * [(1, 2)]], id="layers"),
-    # Their inputs come from a layer without gradients, so the first one is of another kind.
-    pytest.param(encoder, tokens, [(), (), (), (1, 2), (1, 2)], id="dropout", marks=pytest.mark.slow),
-])  # fmt: skip
 def test_the_profile_is_that_of_all_layers(
-    no_room: list[tuple[int, ...]], make: Callable[[], nn.Module], data: Any, first: list[tuple[int, ...]],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    no_room: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(7)
-    model = make()
+    model = mlps(10)
     profiles = {}
     for name in ("some", "all"):
         if name == "all":
             monkeypatch.setattr(AlikeRuns, "find", lambda *_: ())
         path = tmp_path / f"{name}.json"
-        trained(model, data, 0.6, save_profile=str(path))
+        trained(model, rows, 0.6, save_profile=str(path))
         profiles[name] = load_profile(path)
-    assert no_room[: len(first)] == first
+    assert no_room[:10] == [(), (), (), *7 * [(1, 2)]]
     some, every = profiles["some"], profiles["all"]
     assert [shape(entry) for entry in some.layers] == [shape(entry) for entry in every.layers]
     assert some.chunks == every.chunks
     assert some.non_layer.kept_gib == every.non_layer.kept_gib
     assert some.static_gib == every.static_gib
-
-
-class Dropping(Mlp):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(super().forward(hidden), 0.3)
-
-
-@pytest.mark.parametrize("is_missing", [False, True])
-def test_layers_that_run_again_drop_the_same(
-    no_room: list[tuple[int, ...]], is_missing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_missing:
-        planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False, use_reentrant=False)
-        monkeypatch.setattr(whole, "torch_checkpoint", planted)
-    model = nn.Sequential(*(Dropping() for _ in range(6)))
-    with pytest.raises(RecomputedRunError) if is_missing else nullcontext():
-        trained(model, rows, 0.8)
-    assert any(no_room)
 
 
 def test_little_is_held_while_steps_are_measured(no_room: list[tuple[int, ...]]) -> None:
@@ -148,105 +118,6 @@ def test_one_that_only_looks_alike_is_refused(no_room: list[tuple[int, ...]]) ->
         pytest.raises(UsageError, match=r"Counting is like other layers and yet changes .* Raise host_gib"),
     ):
         train(model, rows)
-
-
-class States:
-    """What layers read and write, and torch does not see: an object that holds the hidden states."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
-class OfStates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, states: States) -> torch.Tensor:
-        states.hidden = self.mlp(states.hidden)
-        return states.hidden
-
-
-class Hidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(OfStates() for _ in range(6))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        states = States(hidden)
-        for layer in self.layers:
-            layer(states)
-        return states.hidden
-
-
-@pytest.mark.parametrize(
-    ("make", "fraction"), [(lambda: nn.Sequential(*(Counting() for _ in range(6))), 0.9), (Hidden, 0.95)],
-    ids=["must not run again", "inputs are not seen"],
-)  # fmt: skip
-def test_layers_that_are_all_measured(
-    make: Callable[[], nn.Module], fraction: float, no_room: list[tuple[int, ...]]
-) -> None:
-    torch.manual_seed(7)
-    trained(make(), rows, fraction)
-    assert set(no_room) == {()}
-
-
-class Heads(nn.Module):
-    """Attention that saves its scores: with more heads it has the same weights, and saves more."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, width = hidden.shape
-        head = self.qkv(hidden).view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-        scores = (head @ head.transpose(2, 3)).softmax(-1)
-        return hidden + self.out((scores @ head).transpose(1, 2).reshape(batch, length, width))
-
-
-class Moded(Heads):
-    """C++ does not see all of its operators."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        with Seeing():
-            return super().forward(hidden)
-
-
-@pytest.mark.parametrize(("layer", "has_compiler"), [(Heads, True), (Heads, False), (Moded, True)])
-def test_layers_that_save_other_shapes_are_of_another_kind(
-    layer: type[Heads], has_compiler: bool, no_room: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_compiler:
-        monkeypatch.setattr(makers, "load_operators", lambda: None)
-    torch.manual_seed(7)
-    trained(nn.Sequential(*(layer(heads) for heads in (2, 2, 2, 16, 16, 16, 16))), tokens, 0.6)
-    measured = [found[-1] if found else None for found in no_room[7:14]]  # the first recorded step
-    assert measured == [None, None, None, None, None, 4, 4]
-
-
-class Skipping(nn.Module):
-    """From the second forward on, nobody uses what the third layer returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp() for _ in range(8))
-        self.forwards = 0
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.forwards += 1
-        for number, layer in enumerate(self.layers):
-            result = layer(hidden)
-            hidden = hidden if number == 2 and self.forwards > 1 else result
-        return hidden
-
-
-def test_a_measured_layer_without_a_backward_is_no_example(no_room: list[tuple[int, ...]]) -> None:
-    torch.manual_seed(7)
-    model = Skipping()
-    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
-        train(model, rows, 8)
-        assert swapped.stats().stage != "profile"
 
 
 def test_kinds_are_told_apart() -> None:

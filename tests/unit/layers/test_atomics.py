@@ -25,23 +25,10 @@ class Scattered(nn.Module):
         return hidden + self.down(sums.tanh())[places]
 
 
-class Attention(nn.Module):
-    """Its backward adds in an order that each run chooses anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.qkv(hidden).view(1, -1, 3, 8, WIDTH // 8).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return hidden + self.out(mixed.transpose(1, 2).reshape(-1, WIDTH))
-
-
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([kind() for _ in range(4) for kind in (Scattered, Attention)])
+        self.layers = nn.ModuleList([Scattered() for _ in range(8)])
 
     def forward(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -50,10 +37,10 @@ class Stack(nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layers_with_atomics_train(dtype: torch.dtype) -> None:
+def test_layers_with_atomics_train() -> None:
     """200 steps, whole layers run again, no error; a line says why they are compared within a tolerance."""
     torch.manual_seed(0)
+    dtype = torch.bfloat16
     model, lines = Stack().cuda().to(dtype), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     places = torch.randint(512, (NUM_ROWS,), device="cuda")

@@ -53,16 +53,6 @@ class Checkpointed(UsedTwice):
         return checkpoint(super().forward, hidden, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-class Failing(UsedTwice):
-    fails = False
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert torch.is_autocast_cache_enabled() == (not self.training)
-        if self.fails:
-            raise KeyError
-        return super().forward(hidden)
-
-
 def shared() -> nn.Module:
     """A layer that runs twice in a forward, and two layers that share a weight."""
     one, twice, other = Mlp(), Mlp(), Mlp()
@@ -81,45 +71,27 @@ def reference(model: nn.Module) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "used once": lambda: Stack(*(Mlp() for _ in range(6))),
     "used twice": lambda: Stack(Mlp(), UsedTwice(), Mlp(), Mlp(), UsedTwice()),
     "checkpointed": lambda: Stack(Mlp(), Checkpointed(), Mlp(), Checkpointed()),
     "shared": shared,
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_as_layers_whose_cache_is_off(name: str) -> None:
+@pytest.mark.parametrize(("name", "fraction"), [
+    ("used twice", 0.35), ("shared", 0.35), pytest.param("checkpointed", 0.65, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_as_layers_whose_cache_is_off(name: str, fraction: float) -> None:
     """Losses, gradients and weights to the bit, also where nothing is swapped."""
     torch.manual_seed(3)
     model = MODELS[name]()
     plain, full_gib = unswapped(reference(model), rows, backward=under_autocast)
-    for fraction in (2.0, 0.8, 0.65) if name == "checkpointed" else (2.0, 0.6, 0.35):
+    for part in (2.0, fraction):
         copied = copy.deepcopy(model)
-        settings = {**QUIET, "autocast_cache": False}
-        with swap.activations(copied, memory_gib=fraction * full_gib, **settings) as swapped:
+        with swap.activations(copied, memory_gib=part * full_gib, autocast_cache=False, **QUIET) as swapped:
             trained = train(copied, rows, NUM_STEPS, under_autocast)
             check(swapped.stats())
         assert trained.same_as(plain)
     assert torch.is_autocast_cache_enabled()
-
-
-@pytest.mark.parametrize("layers", ["all", "0-2"])
-def test_without_a_budget(layers: str) -> None:
-    torch.manual_seed(3)
-    model = MODELS["used twice"]()
-    plain = train(reference(model), rows, 4, under_autocast)
-    with swap.activations(model, layers, min_mib=0, host_gib=0.1, autocast_cache=False) as swapped:
-        assert train(model, rows, 4, under_autocast).same_as(plain)
-        assert swapped.stats().out_bytes > 0
-
-
-def test_with_the_cache_last_bits_differ_where_a_weight_has_two_uses() -> None:
-    torch.manual_seed(3)
-    model = MODELS["used twice"]()
-    plain = train(reference(model), rows, NUM_STEPS, under_autocast)
-    with swap.activations(model, memory_gib=1.0, **QUIET):
-        assert not train(model, rows, NUM_STEPS, under_autocast).same_as(plain)
 
 
 def test_casts_take_no_memory_beside_the_layers() -> None:
@@ -135,17 +107,3 @@ def test_casts_take_no_memory_beside_the_layers() -> None:
     with swap.activations(model, memory_gib=casts_gib / 3, autocast_cache=False, **QUIET) as swapped:
         assert train(model, few, NUM_STEPS, under_autocast).same_as(plain)  # each weight has one use
         check(swapped.stats())
-
-
-def test_the_cache_is_back_after_an_error() -> None:
-    model = Stack(Mlp(), Failing(), Mlp())
-    failing = model.layers[1]
-    assert isinstance(failing, Failing)
-    with swap.activations(model, "all", min_mib=0, host_gib=0.1, autocast_cache=False):
-        train(model, rows, 1, under_autocast)
-        failing.fails = True
-        with pytest.raises(KeyError):
-            under_autocast(model, rows(0), 0)
-        assert torch.is_autocast_cache_enabled()
-    failing.fails = False
-    under_autocast(model.eval(), rows(0), 0)

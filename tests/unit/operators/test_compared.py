@@ -94,14 +94,6 @@ def test_one_tensor_is_compared_once_and_each_part_of_a_storage() -> None:
     assert found.last == found.all == {0, 2, 3}
 
 
-def test_of_the_results_of_one_operator_the_largest_is_compared() -> None:
-    flows = [Flow({-1: 64}, {0: 64, 1: 2, 2: 2})]
-    saved = [Saved(1, ()), Saved(0, ()), Saved(2, ())]
-    found = compared(flows, saved, num_given=1)
-    assert found.last == {1}
-    assert found.all == {0, 1, 2}
-
-
 def test_what_is_written_in_place_shows_itself_only_if_it_is_read() -> None:
     flows = [Flow({-1: 8}, {0: 8}), Flow({0: 8, 1: 8}, {0: 8})]
     assert compared(flows, [Saved(0, ()), Saved(1, ())], num_given=1).last == {0}

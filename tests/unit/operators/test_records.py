@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,24 +10,12 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn import functional as F
 
-from megatron.swap.common.types import Site
-from megatron.swap.engine.handle import alias_of
-from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.layers import makers
 from megatron.swap.models.hints import ModelHints
-from megatron.swap.operators import following as operator_following
-from megatron.swap.operators import kinds as operator_kinds
-from megatron.swap.operators import records as operator_records
-from megatron.swap.operators.following import sequence_of
-from megatron.swap.operators.kinds import Kind, kind_of
-from megatron.swap.operators.records import OperatorRecords, OperatorWatch
-from megatron.swap.operators.repeats import OperatorRepeats
+from megatron.swap.operators.records import OperatorWatch
 from megatron.swap.planner.profile import Link
 from megatron.swap.planning import workload_profiler
-from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
 from tests.unit.native.helpers import NEEDS_COMPILER
 
@@ -45,24 +32,6 @@ def only_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans recompute no layer whole, and a link so slow that nothing is offloaded."""
     monkeypatch.setattr(workload_profiler, "measure_link", lambda *_: Link(1e-6, 1e-6, 1e-6, 1e-6))
     monkeypatch.setattr(ModelHints, "recomputes_layers", False)
-
-
-CHEAP = (
-    aten.mul.Tensor, aten.silu.default, aten.mean.dim, aten._to_copy.default, aten.cat.default, aten.clone.default,
-    aten.native_layer_norm.default, aten._softmax.default, aten.rsqrt.default,
-)  # fmt: skip
-OTHERS = (
-    aten.mm.default, aten.mul_.Tensor, aten.native_dropout.default, aten.bernoulli.default, aten.copy_.default,
-    aten._scaled_dot_product_flash_attention.default, aten.convolution.default, aten.rand_like.default,
-    aten.view.default, aten.nonzero.default,
-)  # fmt: skip
-"""They multiply matrices, have other results each time, change their arguments, or make nothing."""
-
-
-def test_kinds_of_operators() -> None:
-    assert {func: kind_of(func) is Kind.CHEAP for func in (*CHEAP, *OTHERS)} == {
-        **dict.fromkeys(CHEAP, True), **dict.fromkeys(OTHERS, False),
-    }  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -114,6 +83,9 @@ class Shared(Layer):
         return self.down(F.silu(self.gate(torch.sin(wide).to(hidden.dtype)))) + 0.5
 
 
+OTHER_LAYERS = Rotary, Dropped, InPlace, Shared
+
+
 class Stack(nn.Module):
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -138,7 +110,7 @@ class ChangesInputs(Stack):
         return hidden
 
 
-@pytest.mark.parametrize("layer", [Layer, Rotary, Dropped, InPlace, Shared])
+@pytest.mark.parametrize("layer", [Layer, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHER_LAYERS)])
 def test_equal_to_the_bit_and_as_predicted(layer: Callable[[], nn.Module]) -> None:
     (plan,) = assert_planned(lambda: Stack(layer), fractions=(0.75,), tolerance=CHAINS)
     assert " recompute " in plan
@@ -172,30 +144,6 @@ class Averages(Layer):
         return normed
 
 
-class Data(Layer):
-    """A saved input of an operator is changed without its version."""
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        shifted = hidden + 1.0
-        normed = super().norm(torch.sin(shifted))
-        shifted.data.mul_(0.5)
-        return normed
-
-
-class Cached(Layer):
-    """The first run makes a table, and the others read it."""
-
-    table: torch.Tensor | None = None
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.table is None:
-            self.table = torch.linspace(0, 1, WIDTH).cos()
-        shifted = hidden * self.table
-        normed = super().norm(shifted) + 0.0
-        shifted.mul_(0.1)
-        return normed.add_(shifted.detach())
-
-
 class Varying(Layer):
     """The number of operators depends on the step."""
 
@@ -208,29 +156,6 @@ class Varying(Layer):
         return super().norm(hidden)
 
 
-class Inference(Layer):
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode():
-            (hidden.detach() * 2.0).sum().exp()
-        return super().norm(hidden)
-
-
-class Sparse(Layer):
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        torch.eye(4).to_sparse().mul(2.0)
-        return super().norm(hidden)
-
-
-class Recurrence(Layer):
-    """A long chain of operators."""
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        state = hidden
-        for _ in range(100):
-            state = torch.tanh(0.5 * state + hidden)
-        return super().norm(state)
-
-
 class Doubling(Layer):
     """Each of two inputs is made from the same two, and so on."""
 
@@ -241,25 +166,8 @@ class Doubling(Layer):
         return super().norm(state)
 
 
-class SharedLayers(Stack):
-    """Of the runs of a layer only one has its input changed by the model."""
-
-    def __init__(self) -> None:
-        super().__init__(Shared)
-        self.layers = nn.ModuleList([self.layers[0], self.layers[1], self.layers[0], self.layers[2]])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(hidden)
-        for number, layer in enumerate(self.layers):
-            result = layer(hidden)
-            hidden = hidden.add_(result) if number == 0 else hidden + result
-        return hidden
-
-
-@pytest.mark.parametrize(("make", "tolerance"), [(lambda: ChangesInputs(Shared), CHAINS), (SharedLayers, 1.0)])
-def test_inputs_that_the_model_changes_are_not_read_again(make: Callable[[], nn.Module], tolerance: float) -> None:
-    """Runs of a layer are told apart."""
-    assert_planned(make, fractions=(0.85,), tolerance=tolerance)
+def test_inputs_that_the_model_changes_are_not_read_again() -> None:
+    assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=CHAINS)
 
 
 def fused(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
@@ -285,6 +193,7 @@ class Compiled(Layer):
         return self.scaled(super().norm(hidden))
 
 
+@pytest.mark.slow
 def test_compiled_functions_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # which keeps other tests fast
     compiled = torch.compile(scaled, backend=fused)
@@ -295,136 +204,9 @@ def test_compiled_functions_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     torch._dynamo.reset()
 
 
-def broken(value: torch.Tensor) -> torch.Tensor:
-    """A function that ``torch.compile`` compiles in pieces: between them operators run uncompiled."""
-    factor = F.gelu(value + 1).sum().item()
-    return value * factor + torch.nonzero(value).sum()
-
-
-def test_what_watches_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs between compiled pieces, where PyTorch would compile it."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    compiled, recomputer, value = torch.compile(broken, backend="eager"), RecordSpy(), torch.ones(3)
-    for _ in range(2):  # while it compiles there are modes
-        with OperatorWatch(recomputer, [value]) as watch:  # type: ignore[arg-type]
-            compiled(value)
-    assert watch.saw_all
-    with OperatorRecords(recomputer, 0, {}, watch.order, [value]) as records:  # type: ignore[arg-type]
-        compiled(value)
-    assert records.is_as_watched
-    repeat = SimpleNamespace(sequence=sequence_of(watch.order.operators, ()), outputs={})
-    with OperatorRepeats(recomputer, 0, {}, watch.order, recomputer, repeat) as repeats:  # type: ignore[arg-type]
-        compiled(value)
-    assert repeats.is_as_watched
-    codes = [inspect.unwrap(one.ran).__code__ for one in (OperatorWatch, OperatorRecords, OperatorRepeats)]
-    for module in (operator_records, operator_following, operator_kinds):
-        for _, function in inspect.getmembers(module):
-            if inspect.isfunction(inspect.unwrap(function)):
-                codes.append(inspect.unwrap(function).__code__)
-    assert not any(map(_debug_get_cache_entry_list, codes))
-    assert _debug_get_cache_entry_list(broken.__code__)
-    torch._dynamo.reset()
-
-
-RECURRENCE = pytest.param(Recurrence, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("layer", [Averages, Data, Cached, Inference, Sparse, RECURRENCE, Doubling, Varying])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [Averages, Doubling, Varying])
 def test_unusual_layers(layer: Callable[[], nn.Module]) -> None:
     """What cannot be made again is left alone, in time."""
     # Nothing can be recomputed in layers that vary: they are only measured.
     assert_planned(lambda: Stack(layer), fractions=(2.0 if layer is Varying else 0.95,), tolerance=1.0)
-
-
-def test_runs_with_other_operators_record_nothing() -> None:
-    """The same number of outputs, and other operators."""
-    recomputer = RecordSpy()
-    value = torch.ones(4)
-    with OperatorWatch(recomputer, [value]) as watch:  # type: ignore[arg-type]
-        value.sin().mul(2)
-    for make, is_as_watched, num_recorded in ((torch.sin, True, 2), (torch.cos, False, 0)):
-        recomputer.num_recorded = 0
-        sources: dict[int, Site] = {}
-        with OperatorRecords(recomputer, 0, sources, watch.order, [value]) as records:  # type: ignore[arg-type]
-            make(value).mul(2)
-        assert (records.is_as_watched, recomputer.num_recorded) == (is_as_watched, num_recorded)
-
-
-def test_a_storage_that_is_written_later_is_not_read_again() -> None:
-    recomputer = RecordSpy()
-    value, buffer = torch.ones(4), torch.ones(4)
-
-    def run() -> None:
-        made = value * buffer
-        made.exp()
-        buffer.add_(1)
-        made.exp()
-
-    with OperatorWatch(recomputer, [value, buffer]) as watch:  # type: ignore[arg-type]
-        run()
-    with OperatorRecords(recomputer, 0, {}, watch.order, [value, buffer]):  # type: ignore[arg-type]
-        run()
-    assert recomputer.num_recorded == 2  # both exp, and not the product
-
-
-class RecordSpy:
-    unwatched = None
-    num_recorded = 0
-
-    def record_made(self, *_: Any) -> None:
-        self.num_recorded += 1
-
-
-def of_autocast(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model(batch).float())
-    loss.backward()
-    return loss
-
-
-def test_casts_of_autocast_are_made_again() -> None:
-    (plan,) = assert_planned(lambda: Stack(Layer), rows, (0.85,), of_autocast, tolerance=CHAINS)
-    assert " recompute " in plan
-
-
-# --------------------------------------------------------------------------------------------------- planted faults
-
-
-def test_changes_in_place_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the first step's watch what the model changes later is read again: an error, not a wrong loss."""
-    monkeypatch.setattr(makers, "version_probe_of", lambda tensor: alias_of(torch.empty(0)))
-    with pytest.raises((RuntimeError, AssertionError)):
-        assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=CHAINS)
-
-
-def test_random_operators_that_count_as_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of a site compares bits."""
-    plain, random = operator_records.kind_of, (aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli.p)
-    monkeypatch.setattr(operator_records, "kind_of", lambda func: Kind.CHEAP if func in random else plain(func))
-    assert_planned(lambda: Stack(Dropped), fractions=(0.8,), tolerance=1.0)
-
-
-def test_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record that computes something else is refused at its first use."""
-    plain = operator_records.of_tensors
-
-    def planted(func: Any, args: Any, options: Any) -> Any:
-        again, tensors = plain(func, args, options)
-        return (lambda *given: again(*given) * 1.5) if func is aten.silu.default else again, tensors
-
-    monkeypatch.setattr(operator_records, "of_tensors", planted)
-    assert_planned(lambda: Stack(Layer), fractions=(0.8,), tolerance=1.0)
-
-
-def test_lists_that_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors in a list are inputs like others: a change of one must be seen. Checked on the record itself."""
-    seen: list[int] = []
-    plain = Recomputer.record_made
-
-    def spy(self: Any, producer: str, again: Any, inputs: list[torch.Tensor], output: Any) -> None:
-        seen.append(len(inputs))
-        plain(self, producer, again, inputs, output)
-
-    monkeypatch.setattr(Recomputer, "record_made", spy)
-    assert_planned(lambda: Stack(Rotary), fractions=(0.8,), tolerance=1.0)
-    assert 2 in seen

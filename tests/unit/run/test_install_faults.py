@@ -55,16 +55,11 @@ def in_backward(cell: Cell) -> None:
         hook.remove()
 
 
-def in_optimizer(cell: Cell) -> None:
-    cell.loss().backward()
-    interrupt()
-
-
 def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, two))
 
 
-@pytest.mark.parametrize("place", [in_forward, in_backward, in_optimizer])
+@pytest.mark.parametrize("place", [in_forward, in_backward])
 def test_a_cell_that_was_interrupted_goes_on(place: Callable[[Cell], None]) -> None:
     """The user runs the cell again, without another ``install``: as without swapping, to the bit."""
     plain, cell = Cell(), Cell()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.swap.native.build import load
 from megatron.swap.tensor_swap.swap import TensorSwap
 from tests.sizes import sized
 from tests.unit.tensor_swap.tensor_cases import HOST_GIB, WAYS, begin_copies, leave
@@ -123,29 +122,3 @@ class TestOnGpu:
                 del reused  # its block, still written by the compute stream, is given to what returns
                 swap.start_prefetches()
                 assert torch.equal(big, expected)
-
-    def test_backward_on_autograds_own_thread(self):
-        with TensorSwap(HOST_GIB, "cuda") as swap:
-            leaf = torch.randn(1 << 16, device="cuda", requires_grad=True)
-            hidden = torch.tanh(leaf)
-            loss = (hidden * hidden).sum()
-            leave(swap, hidden)
-            loss.backward()
-            assert swap.stats.num_passive == 1
-        plain = leaf.detach().clone().requires_grad_()
-        out = torch.tanh(plain)
-        (out * out).sum().backward()
-        assert torch.equal(leaf.grad, plain.grad)  # type: ignore[arg-type]
-
-    def test_an_extension_that_reads_what_is_out_gets_an_error(self):
-        pytest.importorskip("transformer_engine.pytorch")
-        import transformer_engine_torch as tex
-        with TensorSwap(HOST_GIB, "cuda") as swap:
-            if load() is None:
-                pytest.skip("needs a compiler")
-            a = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-            expected = tex.gelu(a, None)
-            leave(swap, a)
-            with pytest.raises(RuntimeError, match="resident"):
-                tex.gelu(a, None)
-            assert torch.equal(tex.gelu(swap.resident(a), None), expected)
