@@ -1,19 +1,15 @@
-"""Shared parts of the engine's tests: a small transformer stack, the engine around it, schedules, planted faults."""
+"""Shared parts of the engine's tests: a small transformer stack, the engine around it, schedules."""
 
 from __future__ import annotations
-import __future__
 
 import copy
-import inspect
 import itertools
-import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -408,19 +404,6 @@ def wrongs(run: Run, make: Callable[[], nn.Module] = Layer, **options: object) -
     finally:
         engine.close()
     return found + getattr(engine.device, "violations", [])
-
-
-def plant_fault(patch: pytest.MonkeyPatch, owner: type, method: str, old: str, new: str) -> None:
-    """Replace the text ``old`` in a method's source by ``new``. The tests must notice the fault.
-
-    A test that fails here after a change of the engine wants its fault planted anew in the new source.
-    """
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(owner, method))))
-    assert source.count(old) == 1, f"{owner.__name__}.{method} has no longer exactly one {old!r}: plant it anew"
-    scope: dict[str, Any] = {}
-    code = compile(source.replace(old, new), f"<{method} with a fault>", "exec", __future__.annotations.compiler_flag)
-    exec(code, vars(inspect.getmodule(owner)), scope)
-    patch.setattr(owner, method, scope[method])
 
 
 def watch(listener: Any, chunk: nn.Module) -> Callable[[], None]:

@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.swap.common.types import MIB, SwapError, UsageError
-from megatron.swap.devices import cuda
+from megatron.swap.common.types import MIB, SwapError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
-from tests.engine import HeldEvent
-from tests.lazy_device import LazyDevice, LazyStream
+from tests.lazy_device import LazyDevice
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DEVICES: dict[str, Callable[[], Device]] = {
     "emulated": lambda: EmulatedDevice(longest_delay_s=0.002, seed=1),
-    "emulated without delays": EmulatedDevice,
     "lazy": LazyDevice,
     "cuda": CudaDevice,
 }
-
-EMPTIED_UNDER_ITS_COPY = """
-import torch
-from megatron.swap.devices.emulated import EmulatedDevice
-from tests.engine import HeldEvent
-
-device, held = EmulatedDevice(), HeldEvent()
-stream = device.copy_stream("out")
-device.wait(stream, held)
-source, target = torch.ones(64 << 20, dtype=torch.uint8), torch.zeros(64 << 20, dtype=torch.uint8)
-device.copy(stream, [target], [source])
-source.untyped_storage().resize_(0)
-held.open()
-device.wait(device.current_stream(), device.record(stream))
-device.close()
-"""
 
 
 @pytest.fixture(
@@ -91,9 +67,7 @@ class TestContract:
         device.wait(device.current_stream(), event)
         device.wait(stream, event)
         assert device.has_passed(event)
-        elapsed_ms = stall.elapsed_ms()
-        assert elapsed_ms is not None
-        assert elapsed_ms >= 0
+        assert stall.elapsed_ms() >= 0  # type: ignore[operator]
         assert torch.equal(target.cpu(), source)
 
     def test_close_waits_for_every_copy_and_may_be_called_twice(self, device: Device):
@@ -105,6 +79,21 @@ class TestContract:
         assert all(torch.equal(target.cpu(), source) for target, source in pairs)
         device.close()
 
+    def test_large_copies_in_one_call(self, device: Device):
+        sizes = [40 * MIB, MIB, 70 * MIB + 1]
+        sources = [host_bytes(size, device, seed) for seed, size in enumerate(sizes)]
+        in_stream, out_stream = device.copy_stream("in"), device.copy_stream("out")
+        assert (device.allocate(1).dtype, device.allocate(1).device.type) == (torch.uint8, device.torch_device.type)
+        for takes_turns in (True, False) if isinstance(device, CudaDevice) else (True,):
+            vars(device)["_takes_turns"] = takes_turns
+            there, back = [device.allocate(size) for size in sizes], [host_bytes(size, device, 9) for size in sizes]
+            device.wait(in_stream, device.record(device.current_stream()))
+            assert device.copy(in_stream, there, sources) in (3, 6)
+            device.wait(out_stream, device.record(in_stream))
+            device.copy(out_stream, back, there)
+            arrive(device, out_stream)
+            assert all(torch.equal(one, other) for one, other in zip(back, sources, strict=True))
+
 
 class TestEmulation:
     @pytest.fixture
@@ -112,19 +101,6 @@ class TestEmulation:
         device = EmulatedDevice(longest_delay_s=0.001)
         yield device
         device.close()
-
-    def test_a_copy_runs_later_on_another_thread(self, emulated: EmulatedDevice):
-        stream, held = emulated.copy_stream("out"), HeldEvent()
-        source, target = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-        emulated.wait(stream, held)
-        emulated.copy(stream, [target], [source])
-        event = emulated.record(stream)
-        time.sleep(0.01)
-        assert not emulated.has_passed(event)
-        assert not target.any()
-        held.open()
-        emulated.wait(emulated.current_stream(), event)
-        assert target.all()
 
     def test_memory_given_up_and_memory_made_ready_are_nan(self, emulated: EmulatedDevice):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
@@ -145,71 +121,6 @@ class TestEmulation:
         for late in (event, emulated.record(first)):
             with pytest.raises(SwapError, match="the link is down"):
                 emulated.wait(emulated.current_stream(), late)
-
-    def test_a_storage_emptied_under_its_copy_does_not_crash(self):
-        """Selective recomputation empties such a storage. A failure would crash, so the test runs in a separate
-        process."""
-        root = Path(__file__).parents[3]
-        done = subprocess.run([sys.executable, "-c", EMPTIED_UNDER_ITS_COPY], cwd=root, capture_output=True, timeout=60)
-        assert done.returncode == 0
-
-
-class TestMeasuring:
-    def test_marks_are_in_the_order_of_the_stream(self, device: Device):
-        first = device.mark()
-        there = device.allocate(MIB)
-        second = device.mark()
-        device.synchronize()
-        assert second.elapsed_ms_since(first) >= 0
-        assert first.elapsed_ms_since(first) == 0
-        del there
-
-    def test_synchronize_waits_for_copies(self, device: Device):
-        stream = device.copy_stream("in")
-        there, source = device.allocate(MIB), host_bytes(MIB, device)
-        device.wait(stream, device.record(device.current_stream()))
-        device.copy(stream, [there], [source])
-        event = device.record(stream)
-        device.synchronize()
-        assert device.has_passed(event)
-        assert torch.equal(there.cpu(), source)
-
-    def test_peaks_between_two_looks_leave_the_peak_of_the_run(self, device: Device):
-        if device.take_peak() is None:
-            assert device.peak_bytes() is device.reserved_bytes() is device.peak_reserved_bytes() is None
-            return
-        there = device.allocate(64 * MIB)
-        del there
-        peak, now = device.take_peak()  # type: ignore[misc]
-        assert peak >= now + 64 * MIB
-        again, _ = device.take_peak()  # type: ignore[misc]
-        assert again < peak
-        assert device.peak_bytes() >= peak  # type: ignore[operator]
-        assert device.peak_reserved_bytes() >= device.peak_bytes()  # type: ignore[operator]
-        assert device.reserved_bytes() >= now  # type: ignore[operator]
-
-    def test_what_a_full_device_costs_is_counted(self, device: Device):
-        assert device.take_retries() >= 0
-        if device.torch_device.type == "cuda":
-            with pytest.raises(torch.OutOfMemoryError):
-                device.allocate(1 << 50)
-            assert device.take_retries() == 1
-        assert device.take_retries() == 0
-
-    def test_large_copies_in_one_call(self, device: Device):
-        sizes = [40 * MIB, MIB, 70 * MIB + 1]
-        sources = [host_bytes(size, device, seed) for seed, size in enumerate(sizes)]
-        in_stream, out_stream = device.copy_stream("in"), device.copy_stream("out")
-        assert (device.allocate(1).dtype, device.allocate(1).device.type) == (torch.uint8, device.torch_device.type)
-        for takes_turns in (True, False) if isinstance(device, CudaDevice) else (True,):
-            vars(device)["_takes_turns"] = takes_turns
-            there, back = [device.allocate(size) for size in sizes], [host_bytes(size, device, 9) for size in sizes]
-            device.wait(in_stream, device.record(device.current_stream()))
-            assert device.copy(in_stream, there, sources) in (3, 6)
-            device.wait(out_stream, device.record(in_stream))
-            device.copy(out_stream, back, there)
-            arrive(device, out_stream)
-            assert all(torch.equal(one, other) for one, other in zip(back, sources, strict=True))
 
 
 class FakeStream:
@@ -255,20 +166,15 @@ class FakeBytes:
         FakeBytes.copies.append((stream, self.num_bytes))
 
 
-@pytest.mark.parametrize("num_connections", [None, "8", "1"])
-@pytest.mark.parametrize("seed", range(2))
-def test_copies_on_a_gpu_take_turns(seed: int, num_connections: str | None, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("num_connections", ["8", "1"])
+def test_copies_on_a_gpu_take_turns(num_connections: str, monkeypatch: pytest.MonkeyPatch):
     """Copies are ordered as on one stream, and leave breaks for others' copies unless all streams share one queue."""
-    if num_connections is None:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", num_connections)
-
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", num_connections)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
     monkeypatch.setattr(FakeBytes, "copies", [], raising=False)
-    device, sizes = CudaDevice(), random.Random(seed)
+    device, sizes = CudaDevice(), random.Random(0)
     stream: Any = device.copy_stream("out")
     given: list[int] = []
     num_pieces = 0
@@ -290,62 +196,3 @@ def test_copies_on_a_gpu_take_turns(seed: int, num_connections: str | None, monk
         in_a_row = in_a_row + size if on_stream is before else size
         before = on_stream
         assert in_a_row <= 32 * MIB
-
-
-class TestLazyDevice:
-    """``LazyDevice``, which other tests use, must find the ordering faults that it is made for."""
-
-    def test_nothing_runs_before_somebody_waits(self):
-        device = LazyDevice()
-        stream = device.copy_stream("out")
-        source, target = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-        device.copy(stream, [target], [source])
-        event = device.record(stream)
-        assert not device.has_passed(event)
-        assert not target.any()
-        device.wait(device.current_stream(), event)
-        assert target.all()
-
-    @pytest.mark.parametrize("side", ["source", "target"])
-    def test_memory_freed_before_its_copy_is_told(self, side: str):
-        device = LazyDevice()
-        stream = device.copy_stream("out")
-        memory = {name: torch.ones(8, dtype=torch.uint8) for name in ("source", "target")}
-        device.copy(stream, [memory["target"]], [memory["source"]])
-        del memory[side]
-        arrive(device, stream)
-        assert device.violations == [f"out: the {side} was freed before its copy"]
-
-    def test_overtaking_a_read_is_told(self):
-        device = LazyDevice()
-        first, second = device.copy_stream("in"), device.copy_stream("out")
-        slot, target, source = (torch.ones(8, dtype=torch.uint8) for _ in range(3))
-        device.copy(first, [target], [slot])
-        device.copy(second, [slot], [source])
-        arrive(device, second)
-        assert device.violations == ["out: overwrites memory that an earlier copy still uses"]
-
-    def test_a_wait_that_nobody_can_satisfy_is_an_error_and_no_hang(self):
-        device = LazyDevice()
-        event = device.record(LazyStream("side"))
-        event._stream.work.clear()
-        with pytest.raises(IndexError):
-            device.wait(device.current_stream(), event)
-
-
-def refuse(*_: object) -> None:
-    raise UsageError("no headers")
-
-
-def test_a_device_that_got_no_guard_closes_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An automatic plan runs without it, and the end of the run must not expect it."""
-    device = object.__new__(CudaDevice)
-    vars(device).update(torch_device=torch.device("cuda", 0), _turns={}, _guard_objects=None, _limit=None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(cuda_stream=1))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(cuda_event=2, record=lambda _: None))
-    monkeypatch.setattr(cuda, "cuda_guard", refuse)
-    monkeypatch.setattr(cuda, "stop_watching_allocator", refuse)
-    with pytest.raises(UsageError, match="no headers"):
-        device.make_guard()
-    assert device.guard is None
-    device.close()

@@ -34,9 +34,7 @@ def make_attention(
     return SdpaCoreAttention(config, 1, mask_type, "self", pg_collection=ONE_RANK, **options)
 
 
-def make_inputs(
-    num_groups: int = HEADS, v_channels: int = CHANNELS, num_keys: int = SEQUENCE
-) -> list[Tensor]:
+def make_inputs(num_groups: int = HEADS, v_channels: int = CHANNELS, num_keys: int = SEQUENCE) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
 
     def random(length: int, heads: int, channels: int) -> Tensor:
@@ -46,9 +44,7 @@ def make_inputs(
     return [random(*size) for size in sizes]
 
 
-def reference(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float | None = None
-) -> Tensor:
+def reference(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float | None = None) -> Tensor:
     """Return attention as in the textbook, in double precision."""
     query, key, value = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -79,18 +75,10 @@ def test_causal_with_grouped_queries(num_groups: int, deterministic: bool) -> No
     assert_same(inputs, attention(*inputs, None), reference(*inputs, causal()))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_values_narrower_than_keys(deterministic: bool) -> None:
+def test_narrow_values_a_scale_and_more_keys_than_queries() -> None:
     inputs = make_inputs(v_channels=CHANNELS - 3)
-    attention = make_attention(deterministic=deterministic, k_channels=CHANNELS, v_channels=CHANNELS - 3)
-    context = attention(*inputs, None)
-    assert context.shape == (SEQUENCE, BATCH, HEADS * (CHANNELS - 3)), "as Megatron flattens it"
-    assert_same(inputs, context, reference(*inputs, causal()))
-
-
-def test_a_scale_and_more_keys_than_queries() -> None:
-    inputs = make_inputs()
-    assert_same(inputs, make_attention(softmax_scale=0.3)(*inputs, None), reference(*inputs, causal(), 0.3))
+    attention = make_attention(k_channels=CHANNELS, v_channels=CHANNELS - 3, softmax_scale=0.3)
+    assert_same(inputs, attention(*inputs, None), reference(*inputs, causal(), 0.3))
     inputs = make_inputs(num_keys=SEQUENCE + 5)
     assert_same(inputs, make_attention()(*inputs, None), reference(*inputs, causal(SEQUENCE, SEQUENCE + 5)))
 
@@ -102,12 +90,10 @@ def document_mask() -> Tensor:
 
 
 def test_masks() -> None:
-    for num_groups in (HEADS, 2):
-        inputs = make_inputs(num_groups)
-        attention = make_attention(num_query_groups=num_groups, use_given_mask=True)
-        assert_same(inputs, attention(*inputs, document_mask()), reference(*inputs, causal() & ~document_mask()))
+    inputs = make_inputs(2)
+    attention = make_attention(num_query_groups=2, use_given_mask=True)
+    assert_same(inputs, attention(*inputs, document_mask()), reference(*inputs, causal() & ~document_mask()))
     inputs, attention = make_inputs(), make_attention()
-    torch.testing.assert_close(attention(*inputs, ~causal()[None, None]), attention(*inputs, None), rtol=0, atol=0)
     arbitrary = make_attention(mask_type=AttnMaskType.arbitrary)
     assert_same(inputs, arbitrary(*inputs, document_mask()), reference(*inputs, ~document_mask()))
     everything = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool)  # the type of a call goes before the layer's
@@ -152,16 +138,6 @@ def test_dropout_is_reproducible_and_draws_from_the_tracker(monkeypatch: pytest.
     assert_same(inputs, attention(*inputs, None), reference(*inputs, causal()))
 
 
-def test_dropout_keeps_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make_inputs()
-    tracker = StateTracker(0)
-    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
-    attention = make_attention(dropout=0.2)
-    with torch.no_grad():
-        mean = torch.stack([attention(*inputs, None).double() for _ in range(2000)]).mean(0)
-    torch.testing.assert_close(mean, reference(*inputs, causal()).detach(), rtol=0, atol=0.12)
-
-
 def test_what_is_refused() -> None:
     for name, value, flag in (("context_parallel_size", 2, "--context-parallel-size 2"),
                               ("window_size", (4, 0), "--window-size"),
@@ -195,7 +171,6 @@ def test_every_layer_of_a_mixture_of_experts_is_reached() -> None:
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=2, moe_layer_freq=[0, 1]
     )
-    config.pipeline_model_parallel_size = 1
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=None, pp_rank=0)
     ours = with_core_attention(block, ModuleSpec(module=SdpaCoreAttention))
     assert [core_attention_of(layer).module for layer in ours.layer_specs] == [SdpaCoreAttention] * 2

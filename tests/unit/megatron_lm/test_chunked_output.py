@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +24,6 @@ MORE = 1.001
 """How much more the error of several chunks may be, relative to that of the whole: sums in another order differ."""
 
 cross_entropy_of = cross_entropy.chunked_cross_entropy(vocab_parallel_cross_entropy)
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    store = tmp_path_factory.mktemp("group") / "store"
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +117,9 @@ WAYS = [None, torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("knows", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("fused", WAYS)
+@pytest.mark.parametrize(
+    ("dtype", "fused"), [*((torch.bfloat16, way) for way in WAYS), (torch.float32, torch.float32)]
+)
 def test_one_chunk_is_megatrons_to_the_bit(
     group: Any, dtype: torch.dtype, fused: torch.dtype | None, knows: bool
 ) -> None:
@@ -136,7 +127,7 @@ def test_one_chunk_is_megatrons_to_the_bit(
     assert_equal(ours.results(ours.in_chunks(1)), theirs.results(theirs.whole()))
 
 
-@pytest.mark.parametrize("num_chunks", [2, 7, TOKENS, 1000])
+@pytest.mark.parametrize("num_chunks", [7, 1000])
 @pytest.mark.parametrize("fused", WAYS)
 def test_several_chunks_are_no_worse_than_the_whole(group: Any, num_chunks: int, fused: torch.dtype | None) -> None:
     exact, whole, ours = Head(group, torch.float64), Head(group, fused=fused), Head(group, fused=fused)
@@ -151,25 +142,23 @@ def test_several_chunks_are_no_worse_than_the_whole(group: Any, num_chunks: int,
         assert 0 < mine <= MORE * theirs, errors
 
 
-@pytest.mark.parametrize("num_chunks", [1, 5])
-def test_any_loss_gives_the_same_as_the_known_one(group: Any, num_chunks: int) -> None:
+def test_any_loss_gives_the_same_as_the_known_one(group: Any) -> None:
     """And both are equal from run to run."""
     one, other, again = Head(group), Head(group, knows=False), Head(group)
-    expected = one.results(one.in_chunks(num_chunks))
-    assert_equal(expected, other.results(other.in_chunks(num_chunks)))
-    assert_equal(expected, again.results(again.in_chunks(num_chunks)))
+    expected = one.results(one.in_chunks(5))
+    assert_equal(expected, other.results(other.in_chunks(5)))
+    assert_equal(expected, again.results(again.in_chunks(5)))
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3])
-def test_a_second_backward_is_refused_or_gives_the_same(group: Any, num_chunks: int) -> None:
+def test_a_second_backward_is_refused_or_gives_the_same(group: Any) -> None:
     """The kept logits are gone by then, as those of ``cross_entropy.py`` are. Any other loss runs again."""
     known = Head(group)
-    losses = known.in_chunks(num_chunks)
+    losses = known.in_chunks(3)
     losses.backward(known.factors, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.backward(known.factors)
     head = Head(group, knows=False)
-    losses = head.in_chunks(num_chunks)
+    losses = head.in_chunks(3)
     losses.backward(head.factors, retain_graph=True)
     first = [head.hidden.grad, head.weight.grad]
     head.hidden.grad = head.weight.grad = None
@@ -201,24 +190,8 @@ def test_what_the_wrapper_expects_of_an_added_gradient(group: Any, zero: bool) -
     assert head.weight.grad is None
 
 
-# ------------------------------------------------------------------------------------------------------- memory
-
-
-class Peak:
-    """Most bytes of live tensors in forward, and in backward, beside those before."""
-
-    def __init__(self, head: Head, losses_of: Callable[[], torch.Tensor]) -> None:
-        head.hidden.grad = torch.zeros_like(head.hidden)  # so that backward's results are added to what exists
-        with tensor_memory() as memory:
-            losses = losses_of()
-            self.forward = memory.peak
-            self.between = memory.in_use
-            losses.backward(head.factors)
-            self.backward = memory.peak
-
-
 @pytest.mark.parametrize("knows", [True, False])
-@pytest.mark.parametrize("num_chunks", [1, 4, 8])
+@pytest.mark.parametrize("num_chunks", [1, 8])
 def test_the_logits_of_one_chunk_exist_at_a_time(
     group: Any, num_chunks: int, knows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,18 +202,20 @@ def test_the_logits_of_one_chunk_exist_at_a_time(
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", none)
     head = Head(group, fused=torch.float32, tokens=1024, words=4096, wide=16, knows=knows)
     head.in_chunks(num_chunks).backward(head.factors)  # what is created once exists
-    found = Peak(head, lambda: head.in_chunks(num_chunks))
+    head.hidden.grad = torch.zeros_like(head.hidden)  # so that backward's results are added to what exists
+    with tensor_memory() as memory:
+        losses = head.in_chunks(num_chunks)
+        in_forward, between = memory.peak, memory.in_use
+        losses.backward(head.factors)
+        in_backward = memory.peak
     logits_bytes = 2 * head.tokens * BATCH * head.words
     of_chunk = logits_bytes / num_chunks
     in_single = 2 * 4 * rows * head.words  # exponentials; in backward the softmax and its product
     small = 0.01 * logits_bytes + 8 * head.hidden.nbytes
-    assert of_chunk <= found.between <= of_chunk + small
-    assert of_chunk <= found.forward <= of_chunk + in_single + small
+    assert of_chunk <= between <= of_chunk + small
+    assert of_chunk <= in_forward <= of_chunk + in_single + small
     scratch = of_chunk / 4  # of the CPU's matrix product
-    assert found.backward <= of_chunk + scratch + max(in_single, 2 * head.weight.nbytes) + small
-
-
-# ------------------------------------------------------------------------------------------------- deferred logits
+    assert in_backward <= of_chunk + scratch + max(in_single, 2 * head.weight.nbytes) + small
 
 
 def deferred(head: Head, num_chunks: int = 5) -> tuple[DeferredLogits, torch.Tensor]:
@@ -253,7 +228,6 @@ def test_without_gradients_they_are_the_whole_and_largest_ones_are_found_in_chun
     logits, whole = deferred(Head(group))
     with torch.no_grad():
         assert torch.equal(logits.transpose(0, 1), whole.transpose(0, 1))
-        assert torch.equal(torch.softmax(logits, -1), whole.softmax(-1))  # type: ignore[call-overload]
         assert torch.equal((logits * 0.5).float(), (whole * 0.5).float())
         # Megatron counts accepted tokens by a largest logit over ranks, and multiplies by the words of a rank.
         logits._whole = lambda: pytest.fail("the whole was computed")  # type: ignore[assignment, return-value]
@@ -263,14 +237,8 @@ def test_without_gradients_they_are_the_whole_and_largest_ones_are_found_in_chun
     assert torch.equal(found, whole.argmax(dim=-1))
     assert logits.shape == logits.size() == whole.shape
     assert [logits.size(dim) for dim in (0, 1, -1)] == [whole.size(dim) for dim in (0, 1, -1)]
-    assert not hasattr(logits, "__len__")
-    uses: dict[str, Callable[[], Any]] = {
-        "transpose": lambda: logits.transpose(0, 1), "max": lambda: logits.max(-1),
-        "softmax": lambda: torch.softmax(logits, -1),  # type: ignore[call-overload]
-    }  # fmt: skip
-    for name, use in uses.items():  # in training
-        with pytest.raises(UsageError, match=rf"uses its logits \({name}\) outside its own loss.* Drop --swap-loss"):
-            use()
+    with pytest.raises(UsageError, match=r"uses its logits \(softmax\) outside its own loss.* Drop --swap-loss"):
+        torch.softmax(logits, -1)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -284,9 +252,6 @@ def test_scaled_logits(group: Any, knows: bool) -> None:
     (of_hidden,) = torch.autograd.grad(losses, head.hidden, head.factors)
     (theirs,) = torch.autograd.grad(expected, plain.hidden, plain.factors)
     torch.testing.assert_close(of_hidden, theirs)
-
-
-# ---------------------------------------------------------------------------------------------------------- GPU
 
 
 @pytest.mark.gpu
@@ -305,26 +270,3 @@ def test_on_a_gpu(group: Any, fused: torch.dtype | None) -> None:
     for mine, other, true in zip(eight.results(eight.in_chunks(8)), theirs, truth, strict=True):
         errors = [float((found.double() - true).square().mean().sqrt()) for found in (mine, other)]
         assert errors[0] <= 1.01 * errors[1], errors
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [None, torch.float32])
-def test_the_peak_of_8b_on_a_gpu(group: Any, fused: torch.dtype | None) -> None:
-    """Eight chunks take at least 80 % of the logits from the peak, if the weight's gradient is added to main_grad.
-
-    Else the gradient in single precision takes what the logits took, and a chunk of logits comes beside it.
-    """
-    if fused is not None and te_kernel() is None:
-        pytest.skip("needs TransformerEngine")
-    head = Head(group, fused=fused, tokens=8192 // BATCH, words=128256, wide=4096, device="cuda")
-    peaks = []
-    for losses_of in (head.whole, lambda: head.in_chunks(8)):
-        losses_of().backward(head.factors)  # what is created once exists
-        head.hidden.grad = head.weight.grad = None
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        losses_of().backward(head.factors)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        head.hidden.grad = head.weight.grad = None
-    logits_bytes = 2 * 8192 * head.words
-    assert peaks[0] - peaks[1] >= (0.8 if fused is not None else -1.01 / 8) * logits_bytes

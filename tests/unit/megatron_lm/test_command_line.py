@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from megatron.swap.common.flags import add_swap_flags
 from megatron.swap.trainer.command_line import add_swap_args
 
 
@@ -35,35 +33,10 @@ def test_the_same_parser_is_returned(parser: argparse.ArgumentParser) -> None:
     assert text.startswith("usage: program [--swap-… flags] [Megatron's flags]\n")
     assert "about 50% (of all)" in text
     assert "100%" in text
-    assert text.index("--swap-layers LAYERS") < text.index("--swap-cpu-memory-gib") < text.index("--num-layers")
+    assert text.index("--swap-layers LAYERS") < text.index("--num-layers")
 
 
-def test_our_flags_are_printed_alone(parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = add_swap_flags(argparse.ArgumentParser(add_help=False))._actions
-    add_swap_args(parser)
-    assert "help_swap" not in vars(parser.parse_args([]))
-    with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["--swap-layers", "all", "--help-swap"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert re.findall(r"^  (--\S+)", printed, re.MULTILINE) == [action.option_strings[0] for action in flags]
-    assert "  Saved activations: which are offloaded or recomputed." in printed
-
-
-def test_a_usage_and_a_class_of_the_script_stay() -> None:
-    class Theirs(argparse.ArgumentParser):
-        def greet(self) -> str:
-            return "hello"
-
-    parser = Theirs(usage="mine", formatter_class=argparse.RawTextHelpFormatter)
-    add_swap_args(parser)
-    assert isinstance(parser, Theirs)
-    assert parser.greet() == "hello"
-    assert parser.formatter_class is argparse.RawTextHelpFormatter
-    assert parser.format_help().startswith("usage: mine\n")
-
-
-@pytest.mark.parametrize("flag", ["--swap-layer", "--swap_layers", "—swap-layers"])
+@pytest.mark.parametrize("flag", ["--swap-layer", "—swap-layers"])
 def test_ours_are_known_where_unknown_flags_are_ignored(
     parser: argparse.ArgumentParser, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

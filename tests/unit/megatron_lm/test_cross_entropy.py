@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.swap.megatron_lm import cross_entropy, loss_kernels
 from megatron.swap.profiling.observer import Observer
@@ -24,15 +24,6 @@ chunked_cross_entropy = cross_entropy.chunked_cross_entropy(vocab_parallel_cross
 def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "gpu" not in request.keywords:
         monkeypatch.setattr(cross_entropy, "LOSS_ROWS", ROWS)
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    store = tmp_path_factory.mktemp("group") / "store"
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
 
 
 class Made:
@@ -77,8 +68,9 @@ def assert_equal(ours: Made, theirs: Made) -> None:
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("length", [1, ROWS // BATCH, LENGTH])
+@pytest.mark.parametrize(
+    ("dtype", "length"), [(torch.bfloat16, 1), (torch.bfloat16, LENGTH), (torch.float16, ROWS // BATCH)]
+)
 def test_equal_to_the_bit(group: Any, dtype: torch.dtype, length: int) -> None:
     functions = (chunked_cross_entropy, vocab_parallel_cross_entropy)
     ours, theirs = (Made(loss_of, group, dtype, length) for loss_of in functions)
@@ -87,45 +79,19 @@ def test_equal_to_the_bit(group: Any, dtype: torch.dtype, length: int) -> None:
     assert_equal(ours, theirs)
 
 
-class Largest(TorchDispatchMode):
-    """Records the largest tensor in single precision that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
-            self.num_elements = max(self.num_elements, result.numel())
-        return result
-
-
-@pytest.mark.parametrize("loss_of", [chunked_cross_entropy, vocab_parallel_cross_entropy])
-def test_never_all_logits_in_single_precision(group: Any, loss_of: Callable[..., torch.Tensor]) -> None:
-    with Largest() as largest:
-        Made(loss_of, group).backward()
-    whole = LENGTH * BATCH * VOCABULARY
-    assert largest.num_elements == (whole // (LENGTH * BATCH // ROWS) if loss_of is chunked_cross_entropy else whole)
-
-
-def plain_hooks() -> AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
 def observer() -> AbstractContextManager[Any]:
     return Observer().context(torch.nn.Module())
 
 
-@pytest.mark.parametrize("around", [nullcontext, plain_hooks, observer])
+@pytest.mark.parametrize("around", [nullcontext, observer])
 def test_the_gradient_takes_the_logits_place(group: Any, around: Callable[[], AbstractContextManager[Any]]) -> None:
     with around():
         made = Made(chunked_cross_entropy, group)
     assert made.backward().data_ptr() == made.address
 
 
-@pytest.mark.parametrize("around", [nullcontext, plain_hooks, observer])
-@pytest.mark.parametrize("held", ["themselves", "alias", "part", "graph"])
+@pytest.mark.parametrize("around", [nullcontext, observer])
+@pytest.mark.parametrize("held", ["themselves", "alias", "graph"])
 def test_logits_that_somebody_holds_stay(
     group: Any, held: str, around: Callable[[], AbstractContextManager[Any]]
 ) -> None:
@@ -133,7 +99,7 @@ def test_logits_that_somebody_holds_stay(
         made = Made(chunked_cross_entropy, group)
         others = {
             "themselves": lambda: made.logits, "alias": lambda: made.logits.detach(),
-            "part": lambda: made.logits[0], "graph": lambda: made.logits.pow(2),
+            "graph": lambda: made.logits.pow(2),
         }[held]()  # fmt: skip
     before = made.logits.clone()
     if held == "themselves":
@@ -158,30 +124,21 @@ def test_a_second_backward_is_refused(group: Any) -> None:
         made.backward_beside()
 
 
-@pytest.mark.parametrize("what", ["single precision", "smoothed labels", "strided"])
-def test_the_rest_stays_with_megatron(group: Any, what: str) -> None:
-    dtype = torch.float32 if what == "single precision" else torch.bfloat16
-    logits = torch.randn(4, BATCH, VOCABULARY, dtype=dtype, requires_grad=True)
-    if what == "strided":
-        logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    target = torch.zeros(4, BATCH, dtype=torch.long)
-    smoothing = 0.1 if what == "smoothed labels" else 0.0
-    asked: list[Any] = []
-
-    def original(*given: Any, **named: Any) -> Any:
-        asked.append((*given, named))
-
+@pytest.mark.parametrize(("dtype", "smoothing"), [(torch.float32, 0.0), (torch.bfloat16, 0.1)])
+def test_the_rest_stays_with_megatron(group: Any, dtype: torch.dtype, smoothing: float) -> None:
+    given = torch.randn(4, BATCH, VOCABULARY, dtype=dtype), torch.zeros(4, BATCH, dtype=torch.long), smoothing
+    original = Mock()
     replaced = cross_entropy.chunked_cross_entropy(original)
-    replaced(logits, target, smoothing, group)
-    replaced(logits, target, smoothing)  # as megatron-core 0.18 does, whose function takes no group
-    for given in asked:
-        assert given[0] is logits
-    assert [given[1:] for given in asked] == [(target, smoothing, {"tp_group": group}), (target, smoothing, {})]
+    replaced(*given, group)
+    replaced(*given)  # as megatron-core 0.18 does, whose function takes no group
+    for call, named in zip(original.call_args_list, ({"tp_group": group}, {}), strict=True):
+        assert all(one is other for one, other in zip(call.args, given, strict=True))
+        assert call.kwargs == named
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_kernels", [True, False])
-@pytest.mark.parametrize(("length", "vocabulary"), [(5461, 32000), (1365, 128256), (683, 262144)])
+@pytest.mark.parametrize(("length", "vocabulary"), [(5461, 32000), (683, 262144)])
 def test_equal_at_the_sizes_of_models(
     group: Any, length: int, vocabulary: int, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,21 +157,3 @@ def test_equal_at_the_sizes_of_models(
     assert peaks[0] < 2.2 * logits_bytes
     assert peaks[1] > 2.9 * logits_bytes
     assert_equal(*made)
-
-
-@pytest.mark.gpu
-def test_every_number_that_logits_can_be(group: Any) -> None:
-    """The case has all bf16 numbers that give a loss, beside maxima of all sizes, and an expanded gradient."""
-    every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16)
-    finite = torch.where(every.isfinite(), every, 0.0).view(8, 1, -1)
-    scales = torch.tensor([1.0, 1e-3, 1e-30, 10.0], device="cuda", dtype=torch.bfloat16).view(1, 4, 1)
-    logits = (finite.clamp(-100, 100) * scales).contiguous()
-    target = torch.arange(32, device="cuda").view(8, 4).int()  # and labels that are no int64
-    results = []
-    for loss_of in (chunked_cross_entropy, vocab_parallel_cross_entropy):
-        leaf = logits.clone().requires_grad_()
-        loss = loss_of(leaf * 1, target, 0.0, group)
-        loss.sum().backward()
-        results += [loss, leaf.grad]
-    assert torch.equal(results[0], results[2])
-    assert torch.equal(results[1], results[3])

@@ -19,18 +19,15 @@ def share(host_gib: float, *, swaps: bool = True, **settings: object) -> HostSha
 
 
 @pytest.mark.parametrize(
-    ("limit_mib", "activation_mib", "disk_bytes", "buffers_mib", "state_mib"),
+    ("activation_mib", "disk_bytes", "buffers_mib", "state_mib"),
     [
-        (100, 30, 0, 0, 70), (100, 0, 0, 0, 100),  # without a disk state takes what activations leave
-        (100, 80, GIB, 10, 45), (100, 20, GIB, 10, 70),  # with a disk each has half at least
-        (100, 0, GIB, 10, 45), (100, 0, GIB, 0, 100),
-        (100, 0, 1, 10, 89), (100, 0, 20 * MIB, 10, 70), (100, 0, 50 * MIB, 10, 45),  # a small disk: as without one
+        (30, 0, 0, 70),  # without a disk state takes what activations leave
+        (80, GIB, 10, 45), (20, GIB, 10, 70), (0, GIB, 0, 100),  # with a disk each has half at least
+        (0, 20 * MIB, 10, 70), (0, 50 * MIB, 10, 45),  # a small disk: as without one
     ],
 )  # fmt: skip
-def test_memory_of_state(
-    limit_mib: int, activation_mib: int, disk_bytes: int, buffers_mib: int, state_mib: int
-) -> None:
-    found = HostShare(limit_mib * MIB, activation_mib * MIB, disk_bytes, buffers_mib * MIB)
+def test_memory_of_state(activation_mib: int, disk_bytes: int, buffers_mib: int, state_mib: int) -> None:
+    found = HostShare(100 * MIB, activation_mib * MIB, disk_bytes, buffers_mib * MIB)
     assert found.optimizer_bytes // MIB == state_mib
 
 
@@ -41,17 +38,12 @@ def test_buffers_and_the_guard_have_their_part() -> None:
     assert found.optimizer_bytes == (GIB - found.buffers_bytes) // 2
     assert share(1.0, policy="auto").buffers_bytes == 0
     found = share(1.0, swaps=False, optimizer=1.0, oom_guard=True, disk_dir=".")  # swaps no layers, needs no buffers
-    assert (found.buffers_bytes, found.guard_bytes) == (0, GIB // 4)
-    assert found.optimizer_bytes == GIB - found.guard_bytes
-    assert share(1.0, swaps=False, oom_guard=True).guard_bytes == GIB // 4
+    assert (found.buffers_bytes, found.guard_bytes, found.optimizer_bytes) == (0, GIB // 4, GIB - GIB // 4)
 
 
 @pytest.mark.parametrize(
     ("host_gib", "settings"),
-    [
-        (0.002, {"policy": "auto"}), (0.007, {"optimizer": 1.0}), (0.0105, {"policy": "auto", "optimizer": 1.0}),
-        (0.028, {"policy": "auto", "optimizer": "auto"}),
-    ],
+    [(0.002, {"policy": "auto"}), (0.007, {"optimizer": 1.0}), (0.028, {"policy": "auto", "optimizer": "auto"})],
 )
 def test_no_room_for_the_buffers(host_gib: float, settings: dict[str, object]) -> None:
     told = r"may be reserved \(--swap-host-gib .* buffers .* take .*: raise --swap-host-gib"
@@ -59,17 +51,8 @@ def test_no_room_for_the_buffers(host_gib: float, settings: dict[str, object]) -
         share(host_gib, disk_dir=".", swaps="policy" in settings, **settings)
 
 
-def test_just_enough_and_less_than_a_page() -> None:
-    for host_gib, optimizer in ((0.028, 1.0), (0.03, "auto")):
-        share(host_gib, disk_dir=".", policy="auto", optimizer=optimizer)
-    with pytest.raises(HostMemoryError, match="raise --swap-host-gib"):
-        share(1e-6, policy="auto")
-
-
 def test_activations_get_what_optimizer_state_leaves_once_it_is_built() -> None:
-    config = Settings(
-        host_gib=1.0, host_unchecked=True, optimizer=1.0, oom_guard=True
-    )
+    config = Settings(host_gib=1.0, host_unchecked=True, optimizer=1.0, oom_guard=True)
     found = host_share(config, swaps=True)
     state = found.reserve_state(config)
     assert (state.num_bytes, state.budget.limit_bytes) == (GIB - GIB // 4, GIB)

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.trainer.inputs import (
-    HEAD,
-    MARK,
-    check_data,
-    check_packing,
-    split_for,
-)
+from megatron.swap.trainer.inputs import HEAD, MARK, check_data, check_packing, split_for
 
 
 def data(**given: object) -> Namespace:
@@ -39,12 +33,10 @@ def prefix(tmp_path: Path) -> str:
 
 def test_datasets_that_exist(prefix: str, tmp_path: Path):
     check_data(data())
-    check_data(data(data_path=[prefix]))
     check_data(data(data_path=["0.3", prefix, "70", prefix], valid_data_path=[prefix]))
+    check_data(data(train_data_path=[prefix], split=None, eval_iters=2))
     check_data(data(data_path=[prefix, prefix]))
     check_data(data(data_path=["s3://bucket/elsewhere"]))
-    (tmp_path / "blend").write_text(f"1 {prefix}\n2 {prefix}")
-    check_data(data(data_args_path=str(tmp_path / "blend")))
     (tmp_path / "splits").write_text(json.dumps({"train": [prefix], "valid": f"1 {prefix}", "test": None}))
     check_data(data(per_split_data_args_path=str(tmp_path / "splits")))
 
@@ -53,12 +45,11 @@ def test_datasets_that_do_not_exist(prefix: str, tmp_path: Path):
     for given, words in (
         ("/nowhere/x", r"--data-path /nowhere/x: there is no /nowhere/x.idx and no /nowhere/x.bin.*preprocess_data"),
         *((str(tmp_path / name), f"There is {prefix}")
-          for name in ("mine", "mine_text_document.bin", "mine_text_document.idx")),
+          for name in ("mine", "mine_text_document.bin")),
     ):  # fmt: skip
-        with pytest.raises(UsageError, match=words) as caught:
+        with pytest.raises(UsageError, match=words):
             check_data(data(data_path=[given]))
-        assert "\n" not in str(caught.value)
-    for content in (b"", b"MMIDIDX", b"\x00" * 100):
+    for content in (b"", b"\x00" * 100):
         Path(f"{prefix}.idx").write_bytes(content)
         with pytest.raises(UsageError, match=r"mine_text_document\.idx is no index of Megatron's"):
             check_data(data(data_path=[prefix]))
@@ -70,15 +61,13 @@ def test_datasets_that_do_not_exist(prefix: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("flag", "text", "words"),
     [
-        ("data_args_path", None, "--data-args-path .*file.*No such file"),
         ("data_args_path", "1 /nowhere/x", "--data-args-path .*file: /nowhere/x"),
         ("per_split_data_args_path", "{", "--per-split-data-args-path .*JSON object with train, valid and test"),
         ("per_split_data_args_path", '{"train": []}', "KeyError: 'valid'"),
     ],
 )
-def test_files_that_name_datasets(tmp_path: Path, flag: str, text: str | None, words: str):
-    if text is not None:
-        (tmp_path / "file").write_text(text)
+def test_files_that_name_datasets(tmp_path: Path, flag: str, text: str, words: str):
+    (tmp_path / "file").write_text(text)
     with pytest.raises(UsageError, match=words):
         check_data(data(**{flag: str(tmp_path / "file")}))
 
@@ -87,14 +76,9 @@ def test_files_that_name_datasets(tmp_path: Path, flag: str, text: str | None, w
     ("num_documents", "given", "words"),
     [
         (1, {"eval_iters": 2}, "--split 969, 30, 1: leaves no document for validation: {} has 1 document. Give "),
-        (1, {"eval_iters": 2}, "Give --split 1,0,0 --eval-iters 0, which evaluates nothing."),
-        (2, {"full_validation": True}, "for validation: {} has 2 documents. Give --split 1,1,0, or --split 1,0,0 "),
         (100, {"eval_iters": 2}, "leaves no document for the test: {} has 100 documents. Give --split 98,1,1, or "),
         (1, {"split": "1,1,1"}, "--split 1,1,1: leaves no document for training: {} has 1 document. "),
         (9, {"split": "1,0,0", "eval_iters": 2}, "has nothing for validation, which --eval-iters 2 asks for. Give "),
-        (9, {"split": "0,1,0"}, "--split 0,1,0: has nothing for training, which --train-iters asks for. Give "),
-        (9, {"split": "0,0"}, "--split 0,0: give the shares of training, validation and test, as in 98,1,1."),
-        (9, {"split": "1,2,3,4"}, "--split 1,2,3,4: give the shares"),
         (9, {"split": "all"}, "--split all: give the shares"),
         (0, {}, "--data-path {}: the dataset has no documents"),
     ],
@@ -104,25 +88,16 @@ def test_a_part_without_documents(tmp_path: Path, num_documents: int, given: dic
     with pytest.raises(UsageError) as caught:
         check_data(data(data_path=[found], **given))
     assert words.format(found) in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("num_documents", [1, 2, 3, 7, 100, 499])
+@pytest.mark.parametrize("num_documents", [1, 2, 3, 100])
 def test_the_split_that_an_error_names_works(tmp_path: Path, num_documents: int):
     """Also where another dataset has more documents."""
     few = dataset(tmp_path / "few", num_documents)
-    for more in range(num_documents, 3 * num_documents, 1 + num_documents // 20):
-        blend = [few, dataset(tmp_path / "more", more)]
-        for flags in split_for(num_documents).split(", or "):
-            words = flags.split()
-            check_data(data(data_path=blend, split=words[1], eval_iters=0 if "--eval-iters" in words else 2))
-
-
-def test_parts_that_nobody_reads(tmp_path: Path):
-    few = dataset(tmp_path / "few", 1)
-    check_data(data(data_path=[few]))
-    check_data(data(data_path=[few], split="1,0,0"))
-    check_data(data(train_data_path=[few], split=None, eval_iters=2))
+    blend = [few, dataset(tmp_path / "more", 2 * num_documents)]
+    for flags in split_for(num_documents).split(", or "):
+        words = flags.split()
+        check_data(data(data_path=blend, split=words[1], eval_iters=0 if "--eval-iters" in words else 2))
 
 
 def test_conversations_are_a_file(tmp_path: Path):
@@ -149,24 +124,17 @@ SFT = {"sft": True, "dataloader_inter_document_masking": False}
     ("given", "words"),
     [
         ({"transformer_impl": "local"}, "with --transformer-impl local: its attention takes no packed documents"),
-        ({"context_parallel_size": 2}, "with --context-parallel-size 2: Megatron does not pad documents"),
-        ({"hybrid_context_parallel": True}, "with --hybrid-context-parallel"),
         ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size 4 and --micro-batch-size 2: a stage"),
-        (SFT | {"pipeline_model_parallel_size": 4}, "^--sft cannot be combined with --pipeline-model-parallel-size 4"),
     ],
 )
 def test_what_packed_documents_do_not_go_with(given: dict[str, object], words: str):
-    with pytest.raises(UsageError, match=words) as caught:
+    with pytest.raises(UsageError, match=words):
         check_packing(packing(**given))
-    assert "\n" not in str(caught.value)
 
 
 def test_what_packed_documents_go_with():
-    for given in (
-        {}, SFT, SFT | {"context_parallel_size": 2}, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1},
-        {"dataloader_inter_document_masking": False, "transformer_impl": "local", "context_parallel_size": 2},
-    ):  # fmt: skip
-        check_packing(packing(**given))
+    check_packing(packing(**SFT, context_parallel_size=2))
+    check_packing(packing(pipeline_model_parallel_size=4, micro_batch_size=1))
     args = packing(**SFT)
     del args.dataloader_inter_document_masking, args.hybrid_context_parallel
     with pytest.raises(UsageError, match=r"^--sft cannot be combined with this Megatron, which packs no documents"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from megatron.swap.megatron_lm.memory_needs import (
     memory_needs,
     needs_line,
 )
-from megatron.swap.memory.host_memory import HostCapacity, safe_host_bytes
+from megatron.swap.memory.host_memory import HostCapacity
 from tests.megatron_args import NAMES, OF_A_RUN
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 24, 1024, 8 * 2048, 50304
@@ -62,10 +61,9 @@ def test_the_figures_of_350m() -> None:
         ({"padded_vocab_size": None, "vocab_size": None}, 16 * (PARAMS - 2 * (VOCABULARY - 1) * WIDTH)),
         ({"pipeline_model_parallel_size": 2}, 16 * (LAYERS // 2) * (12 * WIDTH**2 + 2 * WIDTH)),
         ({"use_distributed_optimizer": True, "data_parallel_size": 4}, (4 + 4 + 8 // 4) * PARAMS),
-        ({"optimizer": "sgd"}, 8 * PARAMS),
         ({"bf16": True}, (2 + 2 + 12) * PARAMS),
         ({"bf16": True, "use_precision_aware_optimizer": True}, (2 + 2) * PARAMS),
-        *[({name: True}, 0) for name in ("num_experts", "multi_latent_attention", "use_torch_fsdp2", "fp8")],
+        *[({name: True}, 0) for name in ("num_experts", "fp8")],
     ],
 )
 def test_the_model_of_a_rank_is_a_lower_bound(changes: dict[str, Any], num_bytes: int):
@@ -77,8 +75,6 @@ def test_the_model_of_a_rank_is_a_lower_bound(changes: dict[str, Any], num_bytes
     [
         ({}, Settings(), 16),  # unswapped: it is the same memory
         ({"recompute_granularity": "full", "recompute_method": "block"}, ALL, 1),
-        ({"recompute_granularity": "selective"}, ALL, 1),
-        ({}, Settings(memory_gib=1.0), 1),
         ({}, replace(ALL, recompute=("norm", "activation")), 16 - 2 - 4),
         ({"variable_seq_lengths": True}, ALL, 0),
         ({}, replace(ALL, disk_dir="/tmp"), 0),
@@ -93,37 +89,21 @@ def test_too_much_for_the_host():
     needs = memory_needs(facts(), ALL, on_gpu=False)
     with pytest.raises(OutOfMemoryAhead) as caught:
         check_host(needs, capacity(21.6), facts())
-    for words in ("at least 30.04 GiB", "6.04 GiB for weights", "24.00 GiB for the activations", "8 x 2048 tokens",
-                  "21.60 GiB are available", "--micro-batch-size", "--recompute-granularity full"):  # fmt: skip
+    for words in ("at least 30.04 GiB", "24.00 GiB for the activations", "21.60 GiB are available",
+                  "--micro-batch-size"):  # fmt: skip
         assert words in str(caught.value)
     check_host(needs, capacity(30.1), facts())
     with pytest.raises(OutOfMemoryAhead, match="on each of 2 ranks"):
         check_host(needs, capacity(60, ranks=2), facts())
 
 
-def test_a_cgroup_counts(tmp_path: Path):
-    for name, text in {
-        "proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n",
-        "proc/self/cgroup": "0::/job\n",
-        "sys/fs/cgroup/job/memory.max": str(16 * GIB),
-        "sys/fs/cgroup/job/memory.current": "0",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    needs = memory_needs(facts(), ALL, on_gpu=False)
-    with pytest.raises(OutOfMemoryAhead, match=r"16.00 GiB are available .* 64.00 GiB, of which its cgroup may use 16"):
-        check_host(needs, safe_host_bytes(1, root=tmp_path), facts())
-
-
 def test_too_much_for_the_gpu_and_the_line() -> None:
     check_device(MemoryNeeds(GIB), GIB)
     with pytest.raises(OutOfMemoryAhead, match=r"at least 80.00 GiB on each rank, and the GPU has 79.00 GiB. Offl"):
         check_device(MemoryNeeds(80 * GIB), 79 * GIB)
-    assert needs_line(MemoryNeeds(GIB, 2 * GIB), 16 * GIB) == (
-        "at least 1.00 GiB for model and optimizer, 2.00 GiB for activations; there are 16.00 GiB"
-    )
-    assert str(needs_line(MemoryNeeds(GIB, 2 * GIB), 7 * GIB, 2)).endswith(
-        ", on each of 2 ranks; there are 7.00 GiB: this may not suffice"
+    assert needs_line(MemoryNeeds(GIB, 2 * GIB), 7 * GIB, 2) == (
+        "at least 1.00 GiB for model and optimizer, 2.00 GiB for activations, on each of 2 ranks; there are 7.00 GiB: "
+        "this may not suffice"
     )
     assert needs_line(MemoryNeeds(0, 2 * GIB), 16 * GIB) is None
 
@@ -137,7 +117,6 @@ def test_host_memory_for_swapping_leaves_room_for_the_model(monkeypatch: pytest.
     assert left is not None
     assert 0 <= 54 * GIB - 16 * PARAMS - left.safe_bytes < MIB
     assert left.available_bytes == 60 * GIB - 16 * PARAMS
-    assert left.reason.endswith("less 6.04 GiB a rank for model and optimizer")
     huge = facts(num_layers=240)
     with pytest.raises(OutOfMemoryAhead):
         check_memory(huge, ALL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 
 from megatron.swap.common.types import KIB, MIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
 from tests.precise_adam import FusedAdam
 
@@ -47,11 +45,6 @@ def swapped(optimizer: Any) -> OptimizerSwap:
     return swap
 
 
-def adapted_by(swap: OptimizerSwap) -> AdaptedOptimizer:
-    (adapted,) = swap._adapted
-    return adapted
-
-
 @pytest.mark.parametrize("is_reloaded", [False, True])
 def test_what_reads_host_memory_stays_while_there_is_state(is_reloaded: bool) -> None:
     """A last checkpoint is saved when training has ended; a step afterwards must get tensors of the device."""
@@ -76,7 +69,7 @@ def test_it_is_given_back_as_it_was_and_trains_on(has_own_step: bool) -> None:
         optimizer.optimizer.step = optimizer.optimizer.step
     before = [dict(vars(owner)) for owner in (optimizer, optimizer.optimizer)]
     swap = swapped(optimizer)
-    adapted = adapted_by(swap)
+    (adapted,) = swap._adapted
     for override in adapted.overrides:
         assert override.method in vars(override.owner)
     step(optimizer, 0)
@@ -94,16 +87,15 @@ def test_it_is_given_back_as_it_was_and_trains_on(has_own_step: bool) -> None:
     swap.close()
 
 
-@pytest.mark.parametrize("method", ["prepare_grads", "reload_model_params", "sharded_state_dict"])
-def test_a_method_that_this_megatron_lacks_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_this_megatron_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The method may exist under another name. It would read offloaded state, and training would be wrong without an
     error."""
     optimizer = megatrons_optimizer()
     before = [set(vars(owner)) for owner in (optimizer, optimizer.optimizer)]
     for kind in FP32Optimizer.__mro__:
-        if method in vars(kind):
-            monkeypatch.delattr(kind, method)
-    with pytest.raises(UsageError, match=f"FP32Optimizer.{method}, which the installed megatron-core lacks"):
+        if "prepare_grads" in vars(kind):
+            monkeypatch.delattr(kind, "prepare_grads")
+    with pytest.raises(UsageError, match=r"FP32Optimizer\.prepare_grads, which the installed megatron-core lacks"):
         swapped(optimizer)
     assert [set(vars(owner)) for owner in (optimizer, optimizer.optimizer)] == before
 
@@ -134,31 +126,14 @@ def test_a_distributed_optimizer_is_saved_without_copies_of_its_state(monkeypatc
     monkeypatch.setattr(DistributedOptimizer, "state_dict", lambda self: self.optimizer.state_dict()["param_groups"])
     plain, optimizer = megatrons_optimizer(), DistributedOptimizer.__new__(DistributedOptimizer)
     inner = FusedAdam(params_of(megatrons_optimizer()))
-    groups: dict[str, Any] = {
-        f"{name}_groups": []
-        for name in ("shard_fp32", "model_fp32", "shard_fp32_from_float16", "model_float16")
-    }
+    names = ("shard_fp32_groups", "model_fp32_groups", "shard_fp32_from_float16_groups", "model_float16_groups")
     vars(optimizer).update(
-        optimizer=inner, is_stub_optimizer=False, ddp_config=SimpleNamespace(fp8_param_gather=False), **groups
-    )
+        dict.fromkeys(names, ()), optimizer=inner, is_stub_optimizer=False,
+        ddp_config=SimpleNamespace(fp8_param_gather=False),
+    )  # fmt: skip
     swap = swapped(optimizer)
     step(optimizer, 0)
     step(plain, 0)
     assert optimizer.state_dict() == plain.optimizer.state_dict()["param_groups"]
     assert "state_dict" not in vars(inner)
     swap.close()
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_state_is_loaded_behind_layers_of_the_last_micro_batch(num_micro_batches: int) -> None:
-    swap = OptimizerSwap.__new__(OptimizerSwap)
-    swap._has_backward, swap._num_forwards, swap._num_micro_batches = True, {}, lambda: num_micro_batches
-    swap._overlap = Mock()
-    swap._overlap.on_layer_backward_end.return_value = None
-    layer, seen = nn.Identity().train(), []
-    for _ in range(num_micro_batches):
-        hidden = torch.ones(2, requires_grad=True)
-        swap._before_layer(layer, (hidden,), {})
-        (hidden * 2).sum().backward()
-        seen.append(swap._overlap.on_layer_backward_end.call_count)
-    assert seen == [*(num_micro_batches - 1) * [0], 1]

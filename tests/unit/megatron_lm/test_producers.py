@@ -1,9 +1,7 @@
-"""Recorded producers: Megatron's norms, activations, linear layers, queries; TransformerEngine's norm and copies."""
+"""Recorded producers: Megatron's norms, activations, linear layers, sums and queries."""
 
 from __future__ import annotations
 
-import sys
-import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +15,18 @@ from torch import nn
 from torch.nn import functional
 
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, RESIDUAL, ROTARY
-from megatron.swap.megatron_lm.producers import Producers, record_copy, record_queries
-from megatron.swap.patches.registry import UNCHECKED_VARIABLE, apply
-from megatron.swap.patches.te_qkv_layout import te_qkv_layout_patch
+from megatron.swap.megatron_lm.producers import Producers, record_queries
 
 
-class Recorder:
-    """A fake ``Recomputer`` that remembers whose calls are recorded."""
+class Told:
+    """A fake ``Recomputer`` that remembers whose calls are recorded, and what is recorded otherwise."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.calls: list[tuple[Any, ...]] = []
+
+    def record(self, *what: Any) -> None:
+        self.calls.append(what)
 
     def recorded(self, producer: str, function: Any, part: int | None = None, context_of: Any = None) -> Any:
         def tells(*arguments: Any) -> Any:
@@ -47,7 +47,7 @@ def mlp(activation: Any, **config: bool) -> MLP:
 
 def test_norms_and_activations_tell_until_they_are_given_back():
     for activation, config, tells in (
-        (functional.gelu, {}, True), (nn.GELU(), {}, True),
+        (nn.GELU(), {}, True),
         (functional.gelu, {"bias_activation_fusion": True}, False),
         (functional.silu, {"gated_linear_unit": True}, False),
         (functional.silu, {"gated_linear_unit": True, "use_te_activation_func": True}, True),
@@ -55,7 +55,7 @@ def test_norms_and_activations_tell_until_they_are_given_back():
         layer = nn.Module()
         layer.input_layernorm, layer.pre_mlp_layernorm, layer.q_layernorm = nn.LayerNorm(4), IdentityOp(), nn.RMSNorm(4)
         layer.mlp = mlp(activation, **config)
-        recorder = Recorder()
+        recorder = Told()
         producers = Producers(recorder)  # type: ignore[arg-type]
         producers.wrap(layer)
         for module in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.q_layernorm, layer.mlp.activation_func):
@@ -68,18 +68,13 @@ def test_norms_and_activations_tell_until_they_are_given_back():
 
 def test_linears_outside_experts_tell_and_only_the_kinds_that_are_wanted():
     layer = nn.Module()
-    for path in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
-                 "mlp.experts.linear_fc1", "mlp.shared_experts.linear_fc1"):  # fmt: skip
-        *parents, name = path.split(".")
-        at = layer
-        for parent in parents:
-            if not hasattr(at, parent):
-                at.add_module(parent, nn.Module())
-            at = getattr(at, parent)
-        at.add_module(name, nn.Linear(4, 4))
-    layer.input_layernorm = nn.LayerNorm(4)
+    layer.self_attention, layer.mlp, layer.input_layernorm = nn.Module(), nn.Module(), nn.LayerNorm(4)
+    layer.mlp.experts = nn.Module()
+    for parent, name in ((layer.self_attention, "linear_qkv"), (layer.self_attention, "linear_proj"),
+                         (layer.mlp, "linear_fc1"), (layer.mlp, "linear_fc2"), (layer.mlp.experts, "linear_fc1")):
+        parent.add_module(name, nn.Linear(4, 4))
     for kinds, told in (([LINEAR], [f"{LINEAR} 0"] * 2), ([NORM], [NORM]), ([ROTARY], [])):
-        recorder = Recorder()
+        recorder = Told()
         producers = Producers(recorder, kinds)  # type: ignore[arg-type]
         producers.wrap(layer)
         for module in layer.modules():
@@ -87,24 +82,17 @@ def test_linears_outside_experts_tell_and_only_the_kinds_that_are_wanted():
                 module(torch.ones(2, 4))
         assert recorder.told == told
         producers.remove()
-        assert not any("forward" in vars(module) for module in layer.modules())
-
-
-def layer_with_sum(make: Any, tensor_parallel: int = 1) -> Any:
-    layer: Any = nn.Module()
-    layer.config = SimpleNamespace(tensor_model_parallel_size=tensor_parallel)
-    layer.self_attention = nn.Module()
-    layer.self_attention.linear_proj = nn.Linear(4, 4)
-    layer.self_attn_bda = make
-    return layer
 
 
 @pytest.mark.parametrize(
     ("training", "dropout", "is_told"), [(True, 0.0, True), (True, 0.1, False), (False, 0.0, False)]
 )
 def test_the_sum_behind_attention_tells_unless_it_draws(training: bool, dropout: float, is_told: bool):
-    layer, told = layer_with_sum(get_bias_dropout_add), Told()
-    told.recorded = Recorder().recorded  # type: ignore[attr-defined]
+    layer, told = nn.Module(), Told()
+    layer.config = SimpleNamespace(tensor_model_parallel_size=1)
+    layer.self_attention = nn.Module()
+    layer.self_attention.linear_proj = nn.Linear(4, 4)
+    layer.self_attn_bda = get_bias_dropout_add
     producers = Producers(told, [RESIDUAL])  # type: ignore[arg-type]
     producers.wrap(layer)
     parts, residual = (torch.randn(3, 4, requires_grad=True), torch.randn(4)), torch.randn(3, 4)
@@ -131,39 +119,17 @@ def test_the_sum_behind_attention_tells_unless_it_draws(training: bool, dropout:
     assert "forward" not in vars(layer.self_attention.linear_proj)
 
 
-def test_layers_without_a_sum_to_make_again_are_left_alone():
-    for make, num_ranks, kind in ((get_bias_dropout_add, 1, LINEAR), (get_bias_dropout_add, 2, RESIDUAL),
-                                  (IdentityOp(), 1, RESIDUAL)):  # fmt: skip
-        layer = layer_with_sum(make, num_ranks)
-        Producers(Told(), [kind]).wrap(layer)  # type: ignore[arg-type]
-        assert layer.self_attn_bda is make
-        assert kind is LINEAR or "forward" not in vars(layer.self_attention.linear_proj)
-
-
-# ------------------------------------------------------------------------------------- queries that are cut out
-
-
-class Told:
-    """A fake ``Recomputer`` that remembers what is recorded."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def record(self, *what: Any) -> None:
-        self.calls.append(what)
-
-
-def cut(groups: int, heads: int, channels: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return linear_qkv's output, queries and values as Megatron splits them: [sequence, batch, heads, channels]."""
-    mixed = torch.randn(6, 2, (heads + 2 * groups) * channels)
+def cut(groups: int, heads: int, channels: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and values as Megatron splits linear_qkv's output: [sequence, batch, heads, channels]."""
     width = heads // groups * channels
-    query, _, value = torch.split(mixed.view(6, 2, groups, width + 2 * channels), [width, channels, channels], dim=3)
-    return mixed, query.reshape(6, 2, heads, channels), value
+    mixed = torch.randn(6, 2, groups, width + 2 * channels)
+    query, _, value = torch.split(mixed, [width, channels, channels], dim=3)
+    return query.reshape(6, 2, heads, channels), value
 
 
-@pytest.mark.parametrize(("groups", "heads"), [(2, 8), (4, 8), (2, 4), (8, 64)])
+@pytest.mark.parametrize(("groups", "heads"), [(2, 8), (8, 64)])
 def test_queries_of_grouped_heads_are_made_again_from_the_values_storage(groups: int, heads: int):
-    _, query, value = cut(groups, heads)
+    query, value = cut(groups, heads)
     told = Told()
     record_queries(told, query, value)  # type: ignore[arg-type]
     ((producer, function, arguments, options, output),) = told.calls
@@ -175,20 +141,19 @@ def test_queries_of_grouped_heads_are_made_again_from_the_values_storage(groups:
     assert again.untyped_storage().nbytes() == query.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("case", ["one head each", "one group", "values of their own", "half of the groups"])
-def test_queries_that_are_views_or_come_from_elsewhere_are_not_told(case: str):
-    _, query, value = cut(*{"one head each": (8, 8), "one group": (1, 8)}.get(case, (4, 8)))
-    if case == "values of their own":
-        value = value.contiguous()
-    elif case == "half of the groups":  # more tensor parallel ranks than groups: a part of what was gathered
-        query, value = query[:, :, 4:].contiguous(), value[:, :, 2:]
+def test_queries_that_are_views_or_come_from_elsewhere_are_not_told():
+    query, value = cut(4, 8)
     told = Told()
-    record_queries(told, query, value)  # type: ignore[arg-type]
+    for queries, values in (
+        cut(8, 8), (query, value.contiguous()),
+        (query[:, :, 4:].contiguous(), value[:, :, 2:]),  # more tensor parallel ranks than groups: a part of both
+    ):  # fmt: skip
+        record_queries(told, queries, values)  # type: ignore[arg-type]
     assert told.calls == []
 
 
 def test_the_attention_tells_its_queries_until_it_is_given_back(monkeypatch: pytest.MonkeyPatch):
-    _, query, value = cut(2, 8)
+    query, value = cut(2, 8)
     attention = SelfAttention.__new__(SelfAttention)
     nn.Module.__init__(attention)
     attention.q_layernorm = None
@@ -205,37 +170,3 @@ def test_the_attention_tells_its_queries_until_it_is_given_back(monkeypatch: pyt
         assert len(told.calls) == num_told
         producers.remove()
         assert "get_query_key_value_tensors" not in vars(attention)
-
-
-# ----------------------------------------------------------------------------- TransformerEngine's norm and linear
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> types.ModuleType:
-    """Return a fake TransformerEngine whose module ``name`` has one function."""
-    parts = name.split(".")
-    for i in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
-    module = sys.modules[name]
-    setattr(module, function.__name__, function)
-    monkeypatch.setenv(UNCHECKED_VARIABLE, f"{name}.{function.__name__}")
-    return module
-
-
-def get_qkv_layout(q: Any, k: Any, v: Any, qkv_format: str = "sbhd") -> Any:
-    """Return the layout as TransformerEngine's function does: same arguments, same results."""
-    return ("sbhd_sbhd_sbhd", *(x.contiguous() for x in (q, k, v)), qkv_format, qkv_format)
-
-
-def test_values_that_are_copied_are_told(monkeypatch: pytest.MonkeyPatch):
-    module = stand_in(monkeypatch, "transformer_engine.pytorch.attention.dot_product_attention.utils", get_qkv_layout)
-    query, key, value = torch.ones(6, 2, 4), torch.zeros(6, 2, 4), torch.randn(6, 2, 8)[..., 4:]
-    told = Told()
-    with apply([te_qkv_layout_patch(lambda given, used: record_copy(told, given, used))]):  # type: ignore[arg-type]
-        result = module.get_qkv_layout(query, key, value, qkv_format="sbhd")
-        with torch.no_grad():
-            module.get_qkv_layout(query, key, value)
-    assert result[0] == "sbhd_sbhd_sbhd"
-    assert result[1] is query
-    assert [(call[0], call[2][0] is value, call[4] is result[3]) for call in told.calls] == [(ROTARY, True, True)]
-    assert torch.equal(told.calls[0][1](value), result[3])
-    assert module.get_qkv_layout is get_qkv_layout

@@ -42,7 +42,7 @@ class TestArena:
         arena.take(36 * KIB)
         assert arena.reserved_bytes == MIB + 52 * KIB, "near the limit no more than is needed: others may want the rest"
 
-    @settings(max_examples=sized(40, 15), deadline=None)
+    @settings(max_examples=sized(20, 10), deadline=None)
     @given(sizes=SIZES, limit_kib=st.sampled_from([300, 2300, 10_000]), first=st.sampled_from([1, 17_000, 100 * KIB]))
     def test_estimates_hold_for_pieces_of_any_size(self, sizes: list[int], limit_kib: int, first: int) -> None:
         """What fits can be taken and no more, at no more than it may reserve; what is sure to fit fits."""
@@ -71,29 +71,8 @@ class TestArena:
             if taken_bytes + size <= sure_bytes:
                 taken_bytes += sure.take(size).numel()
 
-    def test_of_large_pieces_nearly_all_is_sure(self) -> None:
-        arena = HostArena(limit_bytes=100 * MIB, pinned=False, region_bytes=MIB)
-        assert 0.97 * 100 * MIB < arena.sure_bytes(100) < 98 * MIB
-        assert arena.sure_bytes(10**6) == 0
-
     def test_a_piece_is_a_storage_of_its_own(self) -> None:
         """A checkpoint saves whole storages."""
         arena = HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB)
         for num_bytes in (12, 70_000):
             assert arena.take(num_bytes).untyped_storage().nbytes() == num_bytes
-
-    def test_what_is_taken_outlives_it(self) -> None:
-        arena = HostArena(limit_bytes=MIB, pinned=False)
-        piece = arena.take(10)
-        piece.fill_(7)
-        arena.close()
-        assert piece.tolist() == [7] * 10
-
-    @pytest.mark.gpu
-    def test_dropped_without_close(self) -> None:
-        """The next mappings get the same addresses, unless the registration keeps them."""
-        for _ in range(5):
-            arena = HostArena(limit_bytes=64 * MIB, pinned=True, region_bytes=MIB)
-            pieces = arena.take_all([1, 3 * MIB, 16 * MIB])
-            assert all(piece.is_pinned() for piece in pieces)
-            del arena, pieces

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 import torch
 
 from megatron.swap.common.types import MIB
 from megatron.swap.memory import host_pool
-from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError, PrepareTimes
+from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError
 from megatron.swap.memory.host_pool import Extent, HostPool, LeaseError
 
 
@@ -26,18 +24,6 @@ def free_blocks(pool: HostPool) -> list[Extent]:
 
 
 class TestLease:
-    def test_views_have_the_length_asked_for_and_hold_bytes(self):
-        pool = make_pool()
-        lease = pool.lease(MIB + 5)
-        (view,) = lease.views()
-        assert view.dtype == torch.uint8
-        assert view.numel() == MIB + 5
-        assert view.data_ptr() % PAGE_BYTES == 0
-        data = torch.arange(MIB + 5).to(torch.uint8)
-        view.copy_(data)
-        assert torch.equal(lease.views()[0], data)
-        lease.free()
-
     def test_best_fit(self):
         pool = make_pool()
         leases = [pool.lease(size * MIB) for size in (3, 1, 2, 1, 9)]
@@ -54,41 +40,12 @@ class TestLimit:
         pool = make_pool(limit=32 * MIB)
         held = pool.lease(20 * MIB)
         before = pool.stats
-        with pytest.raises(HostMemoryError) as caught:
+        with pytest.raises(HostMemoryError, match=r"13 MiB.*20 MiB are leased.*32 MiB reserved.*limit is 32 MiB"):
             pool.lease(13 * MIB)
-        message = str(caught.value)
-        for part in ("13 MiB", "20 MiB are leased", "32 MiB reserved", "limit is 32 MiB", "--swap-host-gib"):
-            assert part in message
-        assert "--swap-layers" in message
         assert pool.stats == before
         pool.lease(12 * MIB)
         held.free()
         pool.lease(20 * MIB)
-
-    def test_a_failed_growth_changes_nothing(self, monkeypatch):
-        pool = make_pool()
-        pool.lease(10 * MIB)
-        before, blocks = pool.stats, free_blocks(pool)
-
-        def refuse(*args, **options):
-            raise HostMemoryError("no")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(host_pool, "prepare_regions", refuse)
-            with pytest.raises(HostMemoryError):
-                pool.lease(20 * MIB)
-        assert (pool.stats, free_blocks(pool)) == (before, blocks)
-        pool.lease(20 * MIB)
-
-    def test_reserve(self):
-        pool = make_pool()
-        pool.reserve(20 * MIB)
-        assert (pool.stats.reserved_bytes, pool.stats.leased_peak_bytes) == (32 * MIB, 0)
-        pool.reserve(32 * MIB)
-        assert pool.stats.num_slabs == 2
-        assert isinstance(pool.last_growth, PrepareTimes)
-        with pytest.raises(HostMemoryError, match="a reservation of 65 MiB"):
-            pool.reserve(65 * MIB)
 
 
 def test_a_lease_has_the_largest_fence_of_the_memory_it_takes():
@@ -166,35 +123,6 @@ class TestThreads:
         waiting.clear()
         assert pool.stats.leased_bytes == 0
         assert all(block.nbytes == 16 * MIB for block in free_blocks(pool))
-
-    def test_many_threads(self):
-        pool = make_pool(limit=256 * MIB)
-        failures: list[BaseException] = []
-        twice = [pool.lease(MIB) for _ in range(150)]  # freed by all threads: by one of them with success
-        num_freed = []
-
-        def work(mark: int) -> None:
-            try:
-                for step, one in enumerate(twice):
-                    lease = pool.lease((step * 37 + mark) % 300 * 1000 + 1)
-                    for view in lease.views():
-                        view.fill_(mark)
-                    assert all(bool((view == mark).all()) for view in lease.views())
-                    lease.free(step)
-                    with suppress(LeaseError):
-                        one.free()
-                        num_freed.append(1)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 7)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
-        assert (len(num_freed), pool.stats.num_leases) == (150, 0)
-        pool.close()
 
 
 def test_room_is_what_can_be_leased() -> None:

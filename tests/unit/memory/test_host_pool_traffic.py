@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.swap.common.types import GIB, MIB
 from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError
-from megatron.swap.memory.host_pool import MIN_SPLIT_BYTES, HostPool, Lease
+from megatron.swap.memory.host_pool import HostPool, Lease
 from tests.sizes import sized
 from tests.unit.memory.test_host_pool import free_blocks, make_pool
 
@@ -101,50 +101,3 @@ def test_against_the_model(steps, slab_mib, limit_gib):
         (index, 0, slab.nbytes) for index, slab in enumerate(pool._slabs)
     ]
     pool.close()
-
-
-@settings(max_examples=sized(50, 20), deadline=None)
-@given(data=st.data())
-def test_pieces_are_not_small_without_need(data):
-    """If all free blocks hold 8 MiB or more, no piece of a larger lease is below 4 MiB."""
-    pool = make_pool(limit=GIB, slab_bytes=GIB)
-    sizes = data.draw(st.lists(st.integers(8 * MIB, 40 * MIB), min_size=2, max_size=12))
-    blocks = []
-    for size in sizes:
-        blocks.append(pool.lease(size))
-        pool.lease(PAGE_BYTES)
-    pool.lease(GIB - pool.stats.leased_bytes)
-    for block in blocks:
-        block.free()
-    free_bytes = sum(block.nbytes for block in free_blocks(pool))
-    lease = pool.lease(data.draw(st.integers(MIN_SPLIT_BYTES, free_bytes)))
-    assert min(extent.nbytes for extent in lease.extents) >= MIN_SPLIT_BYTES
-    pool.close(force=True)
-
-
-@settings(max_examples=sized(50, 20), deadline=None)
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 200 * 1024), st.integers(0, 99)), max_size=60))
-def test_fences_are_never_forgotten(steps):
-    """A lease's fence is at least that of each of its pages, also if an owner has copied nothing and hides no reads."""
-    pool = make_pool(limit=64 * MIB, slab_bytes=MIB)
-    pages: dict[tuple[int, int], int] = {}
-    leases: list[Lease] = []
-
-    def places(lease: Lease) -> list[tuple[int, int]]:
-        return [
-            (e.slab, page)
-            for e in lease.extents
-            for page in range(e.offset // PAGE_BYTES, (e.offset + e.nbytes) // PAGE_BYTES)
-        ]
-
-    for is_lease, nbytes, fence in steps:
-        if is_lease or not leases:
-            lease = pool.lease(nbytes)
-            assert lease.fence >= max(pages.get(place, 0) for place in places(lease))
-            leases.append(lease)
-        else:
-            lease = leases.pop(nbytes % len(leases))
-            lease.free(fence)
-            for place in places(lease):
-                pages[place] = max(pages.get(place, 0), fence)
-    pool.close(force=True)

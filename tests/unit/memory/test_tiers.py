@@ -118,9 +118,3 @@ def test_a_full_tier_says_so_and_nothing_has_changed(tier: Tier):
     tier.reserve(MIB).free()
     for slot in slots[1:]:
         slot.free()
-
-
-def test_closing_twice_does_nothing(tier: Tier):
-    tier.reserve(MIB)  # left over, as after an error
-    tier.close()
-    tier.close()

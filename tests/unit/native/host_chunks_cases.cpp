@@ -1,4 +1,4 @@
-// Cases for the guard's host memory, without a guard. Exit status not 0: a case failed, and the output says why.
+// The guard's host memory, without a guard. Exit status not 0: something failed, and the output says what.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -25,56 +25,6 @@ std::size_t size_of(const Pieces& pieces) {
   return size;
 }
 
-// The slabs that were pinned, to check that each piece is inside one of them.
-class Pinned {
- public:
-  void add(Piece slab) { slabs_.push_back(slab); }
-  bool holds(const Piece& piece) const {
-    const auto* const first = static_cast<char*>(piece.address);
-    return std::any_of(slabs_.begin(), slabs_.end(), [&](const Piece& slab) {
-      const auto* const start = static_cast<char*>(slab.address);
-      return start <= first && first + piece.num_bytes <= start + slab.num_bytes;
-    });
-  }
-  std::size_t size() const { return slabs_.size(); }
-
- private:
-  std::vector<Piece> slabs_;
-};
-
-void no_piece_spans_two_slabs() {
-  HostChunks chunks(64 * kSlab);
-  const Pieces pieces = chunks.take(5 * kSlab + 1);  // slabs that are mapped in a row mostly lie in a row
-  Pinned pinned;
-  chunks.pin([&](Piece slab) { pinned.add(slab); });
-  expect(pinned.size() == 6 && chunks.mapped_bytes() == 6 * kSlab, "not as many slabs as needed");
-  expect(size_of(pieces) == 5 * kSlab + 1, "not as large as asked for");
-  for (const Piece& piece : pieces) expect(pinned.holds(piece), "a piece spans two slabs");
-  expect(pieces.size() == 6, "pieces are not as long as they could be");
-  chunks.pin([&](Piece slab) { pinned.add(slab); });
-  expect(pinned.size() == 6, "a slab was pinned twice");
-  std::size_t num_unpinned = 0;
-  chunks.close([&](Piece) { ++num_unpinned; });
-  expect(num_unpinned == 6 && chunks.mapped_bytes() == 0, "not everything was given back");
-}
-
-void no_more_is_mapped_than_may_be() {
-  constexpr std::size_t kMost = 2 * kSlab - 1, kLast = kSlab - HostChunks::kChunkBytes;
-  HostChunks chunks(kMost);
-  const Pieces pieces = chunks.take(kSlab);
-  expect(pieces.size() == 1 && chunks.mapped_bytes() == kSlab, "there is room for one slab");
-  expect(chunks.take(kLast + 1).empty() && chunks.mapped_bytes() == kSlab + kLast, "more than may be");
-  Pinned pinned;
-  chunks.pin([&](Piece slab) { pinned.add(slab); });
-  const Pieces rest = chunks.take(kLast);
-  expect(size_of(rest) == kLast && pinned.holds(rest.front()), "what is left of it makes a shorter slab");
-  chunks.set_most(0);
-  chunks.release(pieces);
-  expect(!chunks.take(kSlab).empty(), "what is mapped stays usable");
-  HostChunks none(HostChunks::kChunkBytes - 1);
-  expect(none.take(1).empty() && none.mapped_bytes() == 0, "room where there is none");
-}
-
 // Takes and frees memory in any order: no piece overlaps another one, and all memory is freed.
 void nobody_gets_what_another_has() {
   HostChunks chunks(8 * kSlab);
@@ -85,6 +35,7 @@ void nobody_gets_what_another_has() {
     if (taken.empty() || random() % 2) {
       const std::size_t num_bytes = 1 + random() % (12 << 20);
       Pieces pieces = chunks.take(num_bytes);
+      expect(chunks.mapped_bytes() <= 8 * kSlab, "more is mapped than may be");
       if (pieces.empty()) {
         expect(chunks.mapped_bytes() == 8 * kSlab, "refused although there is room");
         for (const Pieces& others : taken) chunks.release(others);
@@ -116,8 +67,6 @@ void nobody_gets_what_another_has() {
 }  // namespace
 
 int main() {
-  no_piece_spans_two_slabs();
-  no_more_is_mapped_than_may_be();
   nobody_gets_what_another_has();
   return num_wrong > 0;
 }

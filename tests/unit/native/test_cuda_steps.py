@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 
-from megatron.swap.common.types import MIB, SwapError
-from megatron.swap.native.cuda_library import loaded_cuda_library
+from megatron.swap.common.types import SwapError
 from megatron.swap.native.transfer_queue import CudaCopy, TransferQueue
 from tests.unit.native.helpers import NEEDS_COMPILER, FakeCuda, Memory, copy
 
@@ -46,14 +45,6 @@ def test_a_copy_waits_records_and_is_noticed(make: Make, fake: FakeCuda) -> None
     fake.allow(-1)
     queue.wait(ticket)
     assert target.data == b"new"
-
-
-def test_the_worker_chooses_a_device_only_when_it_changes(make: Make, fake: FakeCuda) -> None:
-    queue = make(cuda=fake)
-    source, target = Memory(b"new"), Memory(b"old")
-    for done, device in [(1, 3), (2, 3), (3, 0), (4, 0)]:
-        queue.wait(queue.enqueue([cuda_copy(target, source, done=done, device=device)]))
-    assert [call for call in fake.calls if call.startswith("device")] == ["device 3", "device 0"]
 
 
 def test_a_step_behind_a_copy_begins_when_the_copy_is_complete(make: Make, fake: FakeCuda) -> None:
@@ -126,6 +117,38 @@ def test_errors_of_cuda_reach_whoever_waits(make: Make, fake: FakeCuda, call: st
     assert ("synchronize stream 77" in fake.calls) == (call == "cudaEventRecord")
 
 
+def test_many_threads(make: Make, fake: FakeCuda) -> None:
+    """Jobs of copies of both kinds are enqueued, pushed, withdrawn and waited for at once. Each moves all its bytes."""
+    queue = make(cuda=fake)
+    problems: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for number in range(100):
+                data = chance.randbytes(chance.randrange(1, 2000))
+                source, middle, target = Memory(data), Memory(bytes(len(data))), Memory(bytes(len(data)))
+                done = 1 + seed * 1000 + 2 * number  # events of this job alone
+                first = chance.choice([copy(middle, source), cuda_copy(middle, source, done)])
+                last = chance.choice([copy(target, middle), cuda_copy(target, middle, done + 1)])
+                ticket = chance.choice([queue.enqueue, queue.push])([first, last])
+                if chance.random() < 0.2 and queue.erase(ticket):
+                    assert target.data == bytes(len(data))
+                    continue
+                queue.wait(ticket)
+                assert target.data == data
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    queue.wait_and_stop()
+
+
 def test_a_failure_is_told_when_the_copy_before_it_is_over(make: Make, fake: FakeCuda) -> None:
     queue = make(cuda=fake)
     source, target = Memory(b"new"), Memory(b"old")
@@ -144,39 +167,3 @@ def test_a_failure_is_told_when_the_copy_before_it_is_over(make: Make, fake: Fak
     fake.allow(-1)
     with pytest.raises(SwapError, match="waiting for an event"):
         queue.wait_issued(ticket)
-
-
-@pytest.mark.skipif(not torch.version.cuda or torch.cuda.is_available(), reason="needs torch for CUDA, and no GPU")
-def test_the_loaded_runtime_is_found_and_asked(make: Make) -> None:
-    """The real runtime has our functions, and refuses the calls. Without a GPU nothing else can be tested of it."""
-    assert "libcudart" in str(loaded_cuda_library())
-    queue = make()
-    with pytest.raises(SwapError, match=r"CUDA: choosing a device failed: .*(driver|device)"):
-        queue.wait(queue.enqueue([cuda_copy(Memory(b"-"), Memory(b"-"), done=1)]))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_real_copies(make: Make) -> None:
-    queue = make()
-    num_bytes = 64 * MIB
-    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).pin_memory()
-    target = torch.zeros_like(source).pin_memory()
-    on_device = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.Stream()
-    events: list[Any] = [torch.cuda.Event() for _ in range(3)]
-    for event in events:
-        event.record()
-    device = torch.cuda.current_device()
-
-    def step(to: torch.Tensor, origin: torch.Tensor, after: Any, done: Any) -> CudaCopy:
-        after = after.cuda_event if after else 0
-        return CudaCopy(to.data_ptr(), origin.data_ptr(), num_bytes, stream.cuda_stream, after, done.cuda_event, device)
-
-    arrived = queue.enqueue([step(on_device, source, events[0], events[1])])
-    queue.wait_issued(arrived)
-    torch.cuda.current_stream().wait_event(events[1])
-    on_device += 1
-    events[0].record()
-    queue.wait(queue.enqueue([step(target, on_device, events[0], events[2])]))
-    assert torch.equal(target, source + 1)

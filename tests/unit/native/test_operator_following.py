@@ -176,19 +176,6 @@ def test_other_threads_are_not_followed_and_runs_nest(native: Any) -> None:
     assert outer.is_as_expected
 
 
-def test_modes_and_transforms_within_a_run_work_as_ever(native: Any) -> None:
-    def slope(value: torch.Tensor) -> torch.Tensor:
-        return torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(value)
-
-    with Followed(native, None), Seen() as seen:
-        VALUE.exp()
-        result = slope(VALUE)
-    assert torch.equal(result, VALUE.cos())
-    assert seen.calls[0][0] is aten.exp.default
-    with Followed(native, [aten.exp.default]), torch.inference_mode():
-        assert torch.equal(VALUE.sin().mul_(2), 2 * VALUE.sin())
-
-
 def test_modes_of_the_layer_are_noticed_and_those_around_it_are_none_of_its(native: Any) -> None:
     """Behind a mode that begins within the layer arguments may be others than those that are seen here."""
     for operators in (None, [aten.exp.default, aten.sin.default]):
@@ -218,27 +205,6 @@ def test_an_operator_that_fails_does_not_count(native: Any) -> None:
     assert followed.names == [0, 1]
 
 
-@torch.jit.script
-def doubled(value: torch.Tensor) -> torch.Tensor:
-    return value * 2
-
-
-@torch.jit.script
-def doubled_elsewhere(value: torch.Tensor) -> torch.Tensor:
-    return torch.jit.wait(torch.jit.fork(doubled, value))
-
-
-def test_operators_in_threads_that_torch_passes_the_key_to_are_noticed(native: Any) -> None:
-    """As those of a backward within the layer are, on a GPU."""
-    with Followed(native, None) as followed:
-        VALUE.exp()
-        assert torch.equal(doubled_elsewhere(VALUE), VALUE * 2)
-    assert not followed.saw_all
-    with Followed(native, None) as followed:
-        VALUE.exp()
-    assert followed.saw_all
-
-
 def test_a_gradient_within_the_run_is_noticed(native: Any) -> None:
     """Autograd adds gradients in place where nobody else holds them: its operators are not always the same."""
     weight = torch.ones(3, requires_grad=True)
@@ -248,53 +214,3 @@ def test_a_gradient_within_the_run_is_noticed(native: Any) -> None:
         loss.backward()
     assert not followed.saw_all
     assert followed.names[:1] == [aten.exp.default]
-
-
-def test_an_operator_that_is_registered_again_is_another(native: Any) -> None:
-    def register(kernel: Callable[[torch.Tensor], torch.Tensor]) -> torch.library.Library:
-        library = torch.library.Library("megatron_swap_test", "DEF")
-        library.define("made(Tensor value) -> Tensor")
-        library.impl("made", kernel, "CPU")
-        return library
-
-    first = register(torch.sin)
-    with Followed(native, [torch.ops.megatron_swap_test.made.default]) as followed, torch.no_grad():
-        torch.ops.megatron_swap_test.made(VALUE)
-        assert len(followed.calls) == 1
-        first._destroy()
-        second = register(torch.cos)
-        torch.ops.megatron_swap_test.made(VALUE)
-    assert not followed.is_as_expected
-    with Followed(native, None) as seen, torch.no_grad():
-        torch.ops.megatron_swap_test.made(VALUE)
-    assert [call[0] for call in seen.calls] == [torch.ops.megatron_swap_test.made.default]
-    second._destroy()
-
-
-def test_in_a_report_nothing_is_cast(native: Any) -> None:
-    """What autocast casts is cast already, and an operator that it leaves alone computes the same without it."""
-    is_on: list[bool] = []
-    following = native.Following(None, lambda *_: is_on.append(torch.is_autocast_enabled("cpu")), _resolve)
-    with torch.autocast("cpu", torch.bfloat16):
-        following.begin()
-        (VALUE @ VALUE.t()).mul(2)
-        following.end()
-    assert len(is_on) > 2  # casts, product, mul
-    assert not any(is_on)
-
-
-def test_operators_that_take_functions_pass(native: Any) -> None:
-    with Followed(native, None) as followed:
-        made = torch.ops.higher_order.cond(True, lambda value: value.sin(), lambda value: value.cos(), (VALUE,))
-    assert torch.equal(made[0] if isinstance(made, tuple) else made, VALUE.sin())
-    assert followed.names == [aten.sin.default]
-
-
-def test_wrong_flags_and_a_second_beginning_are_refused(native: Any) -> None:
-    with pytest.raises(RuntimeError, match="1 operators, and 2 flags"):
-        native.Sequence([("aten::exp", "")], [True, False])
-    following = native.Following(None, print, _resolve)
-    following.begin()
-    with pytest.raises(RuntimeError, match="begun already"):
-        following.begin()
-    following.end()

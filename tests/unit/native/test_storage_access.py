@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -33,35 +32,18 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
     "sum": lambda x: x.sum(),
     "matmul": lambda x: x @ x.t(),
     "item": lambda x: x[0, 0].item(),
-    "clone": lambda x: x.clone(),
     "write": lambda x: x.add_(1),
-    "zero": lambda x: x.zero_(),
-    "fill": lambda x: x.fill_(3),
     "copy into": lambda x: x.copy_(torch.ones(4, 6)),
-    "copy from": lambda x: torch.empty(4, 6).copy_(x),
-    "set an item": lambda x: x.__setitem__((0, 0), 5.0),
     "out=": lambda x: torch.add(torch.ones(4, 6), 1, out=x),
-    "a view": lambda x: x[1:3].mul(2),
     "a view, written": lambda x: x.view(24)[3:].mul_(2),
-    "a transposed view": lambda x: x.t().contiguous(),
     "an alias": lambda x: x.detach().exp(),
     "data_ptr": lambda x: x.data_ptr(),
-    "a view's data_ptr": lambda x: x[1:].data_ptr(),
-    "the storage's data_ptr": lambda x: x.untyped_storage().data_ptr(),
     "numpy": lambda x: x.numpy(),
     "tolist": lambda x: x.tolist(),
-    "repr": lambda x: repr(x),
-    "to": lambda x: x.to(torch.float64),
-    "index": lambda x: x[torch.tensor([0, 2])],
     "cat": lambda x: torch.cat([x, torch.ones(1, 6)]),
-    "linear": lambda x: torch.nn.functional.linear(x, torch.ones(2, 6)),
     "dlpack": lambda x: torch.from_dlpack(x),
 }
-
-
-MAKE_VIEWS = {
-    "matmul", "item", "set an item", "a view", "a view, written", "a transposed view", "a view's data_ptr", "index",
-}
+MAKE_VIEWS = {"matmul", "item", "a view, written"}
 
 
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["full", "emptied"])
@@ -97,8 +79,7 @@ def test_what_needs_no_bytes_is_allowed_and_the_message_is_that_of_the_last_refu
     address = given.untyped_storage()._cdata
     native.refuse(address, "first")
     native.refuse(address, "second")
-    assert (given.shape, given.t().stride(), given[1:].storage_offset()) == ((4, 6), (1, 6), 6)
-    assert (given.untyped_storage().nbytes(), given.device.type) == (96, "cpu")
+    assert (given.shape, given.t().stride(), given.untyped_storage().nbytes()) == ((4, 6), (1, 6), 96)
     with pytest.raises(RuntimeError, match="second"):
         given.sum()
     native.allow(address)
@@ -107,25 +88,6 @@ def test_what_needs_no_bytes_is_allowed_and_the_message_is_that_of_the_last_refu
     for call in (native.allow, lambda address: native.refuse(address, MESSAGE)):
         with pytest.raises(ValueError, match="storage_impl=0"):
             call(0)
-
-
-def test_autograd_meets_the_refusal_as_an_error(native: Any) -> None:
-    given = tensor().requires_grad_()
-    weight = torch.ones(6, 6, requires_grad=True)
-    product = given @ weight
-    native.refuse(given.untyped_storage()._cdata, MESSAGE)
-    with pytest.raises(RuntimeError, match=MESSAGE):
-        product.sum().backward()
-    native.allow(given.untyped_storage()._cdata)
-
-
-def test_storages_that_refuse_may_die(native: Any) -> None:
-    for _ in range(100):
-        given = tensor()
-        given.untyped_storage().resize_(0)
-        native.refuse(given.untyped_storage()._cdata, MESSAGE)
-        del given
-    gc.collect()
 
 
 def test_others_are_left_alone(native: Any) -> None:

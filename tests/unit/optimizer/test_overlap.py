@@ -8,14 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron.swap.common.types import KIB, MIB
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.optimizer.overlap import StepOverlap
-from megatron.swap.optimizer.param_state import ParamState
-from megatron.swap.optimizer.stepper import NUM_BUFFERS, OptimizerStepper, StepOptions
 from megatron.swap.optimizer.transfers import StateTransfers
 from tests.unit.optimizer.test_state_on_disk import LIMITS
 from tests.unit.optimizer.test_stepper import OPTIMIZERS, Training, same
@@ -43,20 +40,16 @@ class Device(EmulatedDevice):
 class Model:
     """Layers that hold memory from their forward to their backward, around the steps of ``Training``."""
 
-    def __init__(
-        self, counts_memory: bool = True, name: str = "adamw", disk: DiskFile | None = None, on: str = "cpu"
-    ) -> None:
+    def __init__(self, counts_memory: bool = True, name: str = "adamw", disk: DiskFile | None = None) -> None:
         sizes = {"bucket_bytes": 16 * KIB, "limit_bytes": LIMITS["all on disk"]} if disk else {"bucket_bytes": 4 * KIB}
-        self.training = Training(OPTIMIZERS[name], lambda _: True, disk=disk, on=on, **sizes)  # type: ignore[arg-type]
+        self.training = Training(OPTIMIZERS[name], lambda _: True, disk=disk, **sizes)  # type: ignore[arg-type]
         stepper, transfers = self.training.stepper, self.training.transfers
         assert stepper is not None
         self.stepper, self.transfers = stepper, transfers
-        self.held: list[torch.Tensor] = []  # on a GPU
         self.device = Device() if counts_memory else EmulatedDevice(0.002)
         if isinstance(self.device, Device):
             self.device.transfers = transfers
-        device = self.device if on == "cpu" else self.training.device
-        self.overlap = StepOverlap(device, transfers)
+        self.overlap = StepOverlap(self.device, transfers)
         self.overlap.add(stepper)
         stepper._options = replace(stepper._options, measure_room=self.overlap.note_room)
         self.loaded: list[int] = []  # at the end of each backward
@@ -78,12 +71,7 @@ class Model:
         self.overlap.step_ended()
 
     def _hold(self, num_bytes: int) -> None:
-        if self.training.params[0].is_cuda:
-            if num_bytes > 0:
-                self.held.append(torch.full((num_bytes,), 7, dtype=torch.uint8, device="cuda"))
-            else:
-                self.held.pop()
-        elif isinstance(self.device, Device):
+        if isinstance(self.device, Device):
             self.device.layers_bytes += num_bytes
             self.device.allocated_bytes()
 
@@ -100,7 +88,7 @@ def disk(tmp_path: Path) -> Iterator[DiskFile]:
 
 
 @pytest.mark.parametrize(("name", "counts_memory"), [
-    *((name, True) for name in OPTIMIZERS if "whole" not in name), ("adamw", False), ("sgd", False),
+    *((name, True) for name in ("adamw", "sgd", "counts")), ("adamw", False),
 ])  # fmt: skip
 def test_as_the_optimizer_alone(name: str, counts_memory: bool) -> None:
     model = Model(counts_memory, name)
@@ -109,21 +97,6 @@ def test_as_the_optimizer_alone(name: str, counts_memory: bool) -> None:
     assert max(model.loaded[1:]) > 0
     assert max(model.left) > 0
     assert same(model.training.all(), alone(5, name))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("layers_bytes", [10 * KIB, MIB])
-def test_as_the_optimizer_alone_on_a_gpu(layers_bytes: int) -> None:
-    model = Model(on="cuda")
-    try:
-        for number in range(20):
-            model.run(layers_bytes, steps=number != 7)
-        assert max(model.loaded) > 0
-        assert max(model.left) > 0
-        assert same(model.training.all(), Training(OPTIMIZERS["adamw"], on="cuda").steps(19).all())
-    finally:
-        model.training.arena.close()  # memory that is registered and gone is in the way of the next test's
 
 
 def test_no_peak_rises() -> None:
@@ -138,30 +111,6 @@ def test_no_peak_rises() -> None:
     room_bytes = (NUM_LAYERS - 1) * LAYER_BYTES
     assert room_bytes - 3 * BUCKET_BYTES < model.loaded[-1] <= room_bytes - BUCKET_BYTES
     assert room_bytes - 2 * BUCKET_BYTES < model.left[-1] <= room_bytes
-
-
-def taking(extra_bytes: int, model: Model) -> None:
-    """Make Megatron allocate this much between backward and step from now on."""
-    inner = type(model.training).steps
-
-    def steps(num_steps: int) -> Training:
-        model._hold(extra_bytes)
-        try:
-            return inner(model.training, num_steps)
-        finally:
-            model._hold(-extra_bytes)
-
-    model.training.steps = steps  # type: ignore[assignment,method-assign]
-
-
-def test_what_megatron_allocates_before_the_step_has_room() -> None:
-    model = Model()
-    taking(50 * KIB, model)
-    for _ in range(4):
-        model.run()
-    assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
-    assert model.loaded[-1] > 0
-    assert same(model.training.all(), alone(4))
 
 
 @pytest.mark.parametrize("runs_again", [False, True])
@@ -184,17 +133,6 @@ def test_a_step_that_is_skipped_or_a_backward_that_runs_again_leaves_nothing_loa
     assert same(model.training.all(), alone(3 if runs_again else 2))
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (0, 1, 0)])
-def test_layers_that_grow_and_shrink(sizes: tuple[int, ...]) -> None:
-    model = Model()
-    peak_bytes = 0
-    for size in sizes:
-        model.run(size * LAYER_BYTES)
-        peak_bytes = max(peak_bytes, NUM_LAYERS * size * LAYER_BYTES, (NUM_BUFFERS + 1) * BUCKET_BYTES)
-        assert model.device.peak_of_all <= peak_bytes
-    assert same(model.training.all(), alone(len(sizes)))
-
-
 def test_the_room_of_a_larger_step_is_not_that_of_the_next_ones_nor_that_of_another_amount() -> None:
     model = Model()
     model.run(2 * LAYER_BYTES)
@@ -209,17 +147,6 @@ def test_the_room_of_a_larger_step_is_not_that_of_the_next_ones_nor_that_of_anot
     assert (model.loaded[-1], model.left[-1]) == (0, 0)
     model.run()
     assert model.loaded[-1] > 0
-
-
-def test_other_gradients_than_in_the_step_before() -> None:
-    model = Model()
-    plain = Training(OPTIMIZERS["adamw"])
-    for without in (None, 3, None, 0, 0):
-        inner = type(model.training).steps
-        model.training.steps = lambda n, w=without, f=inner: f(model.training, n, w)  # type: ignore[assignment,method-assign,misc]
-        model.run()
-        plain.steps(1, without)
-    assert same(model.training.all(), plain.all())
 
 
 def test_what_is_materialized_is_what_was_stepped_last() -> None:
@@ -249,24 +176,3 @@ def test_the_disk_is_not_waited_for_in_backward(disk: DiskFile, monkeypatch: pyt
     model.run(100 * KIB)
     assert model.loaded[-1] == 0
     assert same(model.training.all(), alone(2))
-
-
-def test_several_optimizers_read_ahead_from_one_disk(disk: DiskFile) -> None:
-    """There are fewer disk buffers than all optimizers ask for. No optimizer steps on another's state."""
-    bucket_bytes = 16 * KIB
-    names = ("adamw", "momentum")
-    first = Training(OPTIMIZERS["adamw"], lambda _: True, disk=disk, bucket_bytes=bucket_bytes, limit_bytes=600 * KIB)
-    second = Training(OPTIMIZERS["momentum"])
-    chosen = {param: ParamState(param) for param in second.params}
-    second.stepper = OptimizerStepper(
-        second.optimizer, first.transfers, chosen, StepOptions(True, second._copy_to_model)
-    )
-    alone = [Training(OPTIMIZERS[name]) for name in names]
-    for _ in range(4):
-        for training in (first, second):
-            assert training.stepper is not None
-            training.stepper.load_ahead(0)
-        for training in (first, second, *alone):
-            training.steps(1)
-    for swapped, plain in zip((first, second), alone, strict=True):
-        assert same(swapped.all(), plain.all())

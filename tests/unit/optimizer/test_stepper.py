@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ from megatron.swap.common.types import GIB, KIB, MIB, UsageError
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.megatron_lm import optimizer_swap
-from megatron.swap.megatron_lm.optimizer_swap import ExpectedState, OffloadSettings, OptimizerSwap, expected_state
+from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap, expected_state
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.memory.host_memory import HostMemoryError
@@ -29,6 +26,7 @@ from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.stepper import NUM_BUFFERS, OptimizerStepper, StepOptions
 from megatron.swap.optimizer.transfers import StateTransfers
 from megatron.swap.planner.profile import BUCKET_BYTES, BUCKETS_GIB
+from tests.megatron_args import parsed
 
 SHAPES = ((64, 33), (7,), (1000,), (128, 65))
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -145,26 +143,25 @@ def same(one: list[Any], two: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("with_main", "large_alone", "bucket_bytes"), [(True, False, 4 * KIB), (False, True, 4 * KIB), (True, True, MIB)]
-)
+@pytest.mark.parametrize(("name", "with_main", "large_alone", "bucket_bytes"), [
+    *((name, True, False, 4 * KIB) for name in OPTIMIZERS),
+    *((name, False, True, 4 * KIB) for name in ("adamw", "counts", "whole")), ("adam", True, True, MIB),
+])  # fmt: skip
 def test_as_the_optimizer_alone(name: str, with_main: bool, large_alone: bool, bucket_bytes: int) -> None:
     make = OPTIMIZERS[name]
     swapped = Training(
         make, lambda param: param.numel() > 999 or not large_alone, with_main=with_main, bucket_bytes=bucket_bytes,
         is_elementwise="whole" not in name,
     )  # fmt: skip
-    assert same(swapped.steps(6).all(), Training(make).steps(6).all())
+    assert same(swapped.steps(4).all(), Training(make).steps(4).all())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("with_main", [True, False])
-def test_as_the_optimizer_alone_on_a_gpu(name: str, with_main: bool) -> None:
-    make, is_elementwise = OPTIMIZERS[name], "whole" not in name
-    swapped = Training(make, lambda _: True, with_main=with_main, is_elementwise=is_elementwise, on="cuda")
+def test_as_the_optimizer_alone_on_a_gpu(name: str) -> None:
+    make = OPTIMIZERS[name]
+    swapped = Training(make, lambda _: True, is_elementwise="whole" not in name, on="cuda")
     alone = Training(make, on="cuda")
     try:
         for _ in range(3):  # materialized and released in between
@@ -220,23 +217,6 @@ def test_what_is_offloaded_reads_as_nan_and_cannot_be_written() -> None:
     assert param.isnan().all()
 
 
-def test_kernels_of_the_last_step_are_timed() -> None:
-    training = Training(OPTIMIZERS["adamw"], lambda _: True)
-    stepper = training.stepper
-    assert stepper is not None
-    assert stepper.update_ms() == 0
-    inner = stepper._partial_step._step
-
-    def slowly() -> None:
-        time.sleep(0.005)
-        inner()
-
-    stepper._partial_step._step = slowly
-    for _ in range(2):
-        training.steps(1)
-        assert stepper.update_ms() >= 5 * len(stepper._loader._order) > 0
-
-
 def test_what_is_loaded_is_offloaded() -> None:
     """``load_state_dict`` replaces state and writes to main parameters."""
     source = Training(OPTIMIZERS["adamw"]).steps(3)
@@ -286,7 +266,6 @@ def test_settings_in_tensors_and_state_without_room_are_refused_before_the_first
     (("bf16", "use_precision_aware_optimizer"), "delayed", "2.1", 10),
     (("bf16", "use_precision_aware_optimizer"), "blockwise", "2.20", 12),
     (("bf16", "use_precision_aware_optimizer"), None, "2.0", 12),
-    (("fp16", "use_precision_aware_optimizer"), None, "2.20", 12),
 ])  # fmt: skip
 def test_before_the_state_is_there_its_size_is_known(
     flags: tuple[str, ...], recipe: str | None, te: str, state_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -294,12 +273,10 @@ def test_before_the_state_is_there_its_size_is_known(
     """At most nine tenths of host memory are filled, on ranks that share less of the experts' state."""
     monkeypatch.setattr(optimizer_swap, "HostArena", partial(HostArena, region_bytes=MIB))
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version(te))
-    args = Namespace(
-        data_parallel_size=4, context_parallel_size=3, num_distributed_optimizer_instances=3,
+    args = parsed(
+        "", data_parallel_size=4, context_parallel_size=3, num_distributed_optimizer_instances=3,
         tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1,
-        use_distributed_optimizer=True, fp8_recipe=recipe, fp8_param_gather=False,
-        main_params_dtype=torch.float32, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        **{name: name in flags for name in ("bf16", "fp16", "use_precision_aware_optimizer")},
+        use_distributed_optimizer=True, fp8_recipe=recipe, **dict.fromkeys(flags, True),
     )  # fmt: skip
     chunk = nn.ParameterList(torch.empty(MIB, device="meta") for _ in range(100))
     for param in chunk[::2]:
@@ -319,24 +296,7 @@ def test_before_the_state_is_there_its_size_is_known(
     assert expected_state(args)[:2] == (1, 1)  # nobody shares
 
 
-def test_what_has_no_room_in_host_memory_is_expected_on_disk(tmp_path: Path) -> None:
-    """The expectation is exact up to one tensor, which is offloaded whole."""
-    params = nn.ParameterList(torch.empty(20 * MIB, device="meta") for _ in range(4))
-    found_mib = []
-    for disk_mib in (0, 600):
-        disk = DiskFile(tmp_path, disk_mib * MIB) if disk_mib else None
-        settings = OffloadSettings(1.0, 200 * MIB, disk=disk, expected=ExpectedState(1, 1, 12))
-        swap = OptimizerSwap(EmulatedDevice(0.0), settings)
-        swap.watch(params)
-        found_mib.append(swap._selection.fraction * 960)
-        swap.close()
-    buffers_mib = 7 * 200 / 16  # between host memory and the disk
-    assert 100 < found_mib[0] < 180
-    assert 600 - 120 - 1 < found_mib[1] - found_mib[0] + buffers_mib < 600
-
-
-@pytest.mark.parametrize("with_main", [True, False])
-@pytest.mark.parametrize("fraction", [0.1, 0.77, 1.0])
+@pytest.mark.parametrize(("fraction", "with_main"), [(0.1, True), (0.77, False)])
 def test_as_much_is_offloaded_as_was_asked_for(fraction: float, with_main: bool) -> None:
     """One large parameter comes first and one last, as those of a vocabulary. No tensor that would fit is left out."""
     params = [torch.zeros(KIB * size) for size in (40, *30 * [4, 1], 40)]

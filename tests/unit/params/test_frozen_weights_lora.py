@@ -14,13 +14,10 @@ import torch
 from megatron import swap
 from torch import nn
 
-from megatron.swap.common.types import SwapError
-from megatron.swap.devices.base import Device
 from megatron.swap.models.found_layers import stacked
 from tests.frozen_models import Trained, train
-from tests.lazy_device import LazyDevice
 from tests.transformers_models import MODELS
-from tests.weight_models import DEVICES, picture
+from tests.weight_models import DEVICES
 
 
 def with_adapters(name: str, dtype: torch.dtype, **options: Any) -> nn.Module:
@@ -60,17 +57,16 @@ def activations(model: nn.Module) -> AbstractContextManager[Any]:
 
 CASES: dict[str, tuple[str, torch.dtype, dict[str, Any], bool | None, Callable[..., Any]]] = {
     "bf16, dropout": ("llama", torch.bfloat16, {"lora_dropout": 0.1}, None, nothing),
-    "checkpoints": ("llama", torch.bfloat16, {"lora_dropout": 0.1}, False, nothing),
     "reentrant checkpoints": ("llama", torch.float32, {}, True, nothing),
-    "activations": ("llama", torch.bfloat16, {}, None, activations),
     "activations of checkpoints": ("llama", torch.bfloat16, {}, False, activations),
     "DoRA reads frozen weights": ("llama", torch.float32, {"use_dora": True}, False, nothing),
     "experts": ("qwen3_moe", torch.float32, {}, None, nothing),
     "GPT-2": ("gpt2", torch.float32, {}, False, activations),
 }
+SLOW = ("reentrant checkpoints", "DoRA reads frozen weights", "experts", "GPT-2")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_as_without(case: str) -> None:
     name, dtype, options, use_reentrant, context = CASES[case]
     model = with_adapters(name, dtype, **options)
@@ -79,7 +75,6 @@ def test_as_without(case: str) -> None:
     alone = run(copy.deepcopy(model), name)
     for kind in ("emulated", "lazy"):
         trained, device = copy.deepcopy(model), DEVICES[kind]()
-        before = picture(trained)
         with swap.weights(trained, training=True, device=device) as swapped:
             assert len(swapped._layers) == 4
             with context(trained):
@@ -87,24 +82,8 @@ def test_as_without(case: str) -> None:
             stats = swapped.stats
         assert stats.buffer_peak_bytes == stats.buffer_bytes
         assert stats.num_late <= 4  # at turns of forward and backward, as long as they are not learned
-        after = picture(trained)
-        frozen = [old for old, p in zip(before, trained.parameters(), strict=False) if not p.requires_grad]
-        assert [new for new in after if "lora" not in new[0]] == [old for old in before if "lora" not in old[0]]
-        assert frozen
         device.close()
         assert getattr(device, "violations", []) == []
-
-
-@pytest.mark.parametrize("is_missing", [False, True])
-def test_compute_waits_for_copies(is_missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_adapters("llama", torch.float32)
-    checkpointed(model, use_reentrant=False)
-    alone, device = run(copy.deepcopy(model), "llama"), LazyDevice()
-    if is_missing:
-        stall = device.timed_wait(device.compute, device.record(device.compute))
-        monkeypatch.setattr(device, "timed_wait", lambda stream, event: stall)
-    with swap.weights(model, training=True, device=device):
-        assert (run(model, "llama") == alone) is not is_missing
 
 
 def test_autocast_saves_casts_as_activations() -> None:
@@ -118,28 +97,3 @@ def test_autocast_saves_casts_as_activations() -> None:
             run(model, "llama", autocast=True)
         cast_bytes = sum(layer.mlp.up_proj.weight.nbytes // 2 for layer in list(stacked(model))[:3])
         assert offloaded.stats().out_bytes > 3 * 2 * cast_bytes
-
-
-def test_adapters_are_merged_after_the_end() -> None:
-    model = with_adapters("llama", torch.float32)
-    alone = copy.deepcopy(model)
-    run(alone, "llama")
-    with swap.weights(model, training=True):
-        run(model, "llama")
-        model.merge_adapter(safe_merge=True)
-        with pytest.raises(SwapError, match=r"q_proj.base_layer.weight.*replaced or moved.*after its end"):
-            run(model, "llama")
-        model.unmerge_adapter()
-    for one in (model, alone):
-        one.eval()
-    batch = MODELS["llama"][1](0)
-    with torch.no_grad():
-        assert torch.equal(model.merge_and_unload()(**batch).loss, alone.merge_and_unload()(**batch).loss)
-
-
-def test_the_device_may_be_chosen() -> None:
-    device: Device = DEVICES["far"]()
-    model = with_adapters("llama", torch.bfloat16)
-    with swap.weights(model, training=True, device=device):
-        run(model, "llama")
-    device.close()
