@@ -4,8 +4,6 @@
 process, because a CUDA context of their own would take device memory from the runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -34,7 +32,6 @@ def facts() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Return the versions of packages; null: not installed."""
     found: dict[str, str | None] = {}
     for name in packages:
         try:
@@ -45,21 +42,17 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return names and sizes of the hardware. Initializes CUDA."""
     import torch
 
     on_gpu = torch.cuda.is_available()
     return {
-        "gpu": torch.cuda.get_device_name() if on_gpu else "none",
-        "num_gpus": torch.cuda.device_count(),
-        "cores": os.cpu_count(),
-        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name() if on_gpu else "none", "num_gpus": torch.cuda.device_count(),
+        "cores": os.cpu_count(), "cuda": torch.version.cuda,
         "device_memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30 if on_gpu else None,
-    }
+    }  # fmt: skip
 
 
 def now() -> str:
-    """Return the time in UTC, in ISO 8601 with seconds: ``2026-11-24T08:00:00+00:00``."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -107,13 +100,11 @@ def link_gb_s() -> dict[str, float] | None:
 
 
 def rss_bytes() -> int:
-    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -14,8 +14,6 @@ NUMERIC = re.compile(r"–|yes|\*\*no\*\*|not compared|[-+\d.,]+ ?%?(?: \([-\d.,
 
 @dataclass(frozen=True)
 class Table:
-    """A table; cells are strings as they are printed."""
-
     head: list[str]
     rows: list[list[str]]
 

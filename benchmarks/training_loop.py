@@ -1,7 +1,5 @@
 """What benchmarks of transformers models share: options, a model, a loss in chunks, times, memory, and their row."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
@@ -16,19 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.plan import Infeasible
 
-CHUNK = 4096
-"""Tokens whose logits exist at once."""
+CHUNK = 4096  # Tokens whose logits exist at once
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30
 SETTINGS: dict[str, Any] = {} if DEVICE == "cuda" else {"min_mib": 0.0, "host_gib": 0.1}
 """Arguments of ``swap.activations``, so that it also swaps what a tiny model saves on the CPU."""
-MOST_STEPS = 38
-"""By then a planner has chosen."""
-NOTHING, CHECKPOINTING = "nothing", "checkpointing"
-"""Methods of every program: no saving, and transformers' own."""
+MOST_STEPS = 38  # By then a planner has chosen
+NOTHING, CHECKPOINTING = "nothing", "checkpointing"  # Methods of every program: no saving, and transformers' own
 CHECKPOINT = {"use_reentrant": False}
-QWEN3_8B = {"hidden-size": 4096, "vocab-size": 151936}
-"""Options of ``model_of``. Other sizes follow, as in Qwen3-8B."""
+QWEN3_8B = {"hidden-size": 4096, "vocab-size": 151936}  # Options of `model_of`. Other sizes follow, as in Qwen3-8B.
 
 
 def new_parser(text: str | None, options: dict[str, Any]) -> argparse.ArgumentParser:
@@ -74,7 +68,6 @@ def loss_of(head: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, c
 
 
 def timed(step: Callable[[], object], number: int) -> float:
-    """Return the milliseconds that a step takes, of ``number`` steps in a row."""
     synchronize()
     start = time.perf_counter()
     for _ in range(number):

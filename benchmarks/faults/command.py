@@ -5,8 +5,6 @@ runs. A control run of each room, without a fault, comes first: it must pass wel
 whose tests do not end counts as caught. Not part of CI: it takes about an hour on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -37,7 +35,6 @@ OUTCOMES = {"control": {PASSED}, "fault": {CAUGHT, MISSED, TIMEOUT, BROKEN}}
 
 
 def check_fault_row(row: Row, where: str = "row") -> None:
-    """Raise `RowError` unless ``row`` is the result of a fault or of a control run."""
     for field, kind in FIELDS.items():
         if not isinstance(row.get(field), kind):
             raise RowError(f"{where}: field {field!r} is {row.get(field)!r}")
@@ -140,11 +137,7 @@ def _has_control(store: ResultStore, room: Room, commit: str) -> bool:
 
 
 def _control(room: Room, timeout_s: float) -> Row:
-    """Run all tests of ``room`` without a fault.
-
-    Raises:
-        SuiteError: they fail, or take too long.
-    """
+    """Run all tests of ``room`` without a fault."""
     outcome = run_trial(ROOT, None, room.all_tests(), timeout_s)
     if outcome.outcome != MISSED:
         raise SuiteError(f"{room.name}: without a fault its tests fail: {outcome}")
@@ -156,7 +149,6 @@ def _control(room: Room, timeout_s: float) -> Row:
 
 
 def _faults(room: Room, faults: Sequence[Fault], arguments: argparse.Namespace) -> Iterator[Row]:
-    """Run faults of ``room``, and yield their rows as they end."""
     with ThreadPoolExecutor(arguments.jobs) as threads:
         futures: dict[Future[Outcome], Fault] = {
             threads.submit(run_trial, ROOT, fault, room.tests_for(fault), arguments.timeout): fault for fault in faults
@@ -173,6 +165,5 @@ def _faults(room: Room, faults: Sequence[Fault], arguments: argparse.Namespace) 
 
 
 def _add(store: ResultStore, row: Row, about: dict[str, Any]) -> None:
-    """Add a row. It replaces the row of the same id."""
     row = {**row, "date": now(), **about}
     store.replace([*(one for one in store.rows if one["id"] != row["id"]), row])

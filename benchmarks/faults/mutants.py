@@ -10,8 +10,6 @@ became of tests that are not collected: the change has broken an import, or has 
 should be idle otherwise: tests that fail or are slow in the first run are left out, as a line says.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib
@@ -45,18 +43,13 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.Mod: ("%", "*"), ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&"),
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-NOT_CODE = ("annotation", "returns", "type_params", "decorator_list")
-"""Fields of a node in which nothing is changed."""
+NOT_CODE = ("annotation", "returns", "type_params", "decorator_list")  # Fields of a node in which nothing is changed
 NUM_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Bytes ``start`` to ``stop`` of ``file`` become ``new``.
-
-    Attributes:
-        lines: first and last line of the statement, or of its head; outside functions those of the file.
-    """
+    """Bytes ``start`` to ``stop`` of ``file`` become ``new``. ``lines``: of the statement, or of its head."""
 
     file: str
     start: int
@@ -71,7 +64,6 @@ class Mutant:
         return hashlib.sha256(f"{self.file} {self.start} {self.stop} {self.new}".encode()).hexdigest()[:8]
 
     def planted(self, root: Path) -> str:
-        """Return the text of the file with the change in it."""
         text = (root / self.file).read_bytes()
         return (text[: self.start] + self.new.encode() + text[self.stop :]).decode()
 
@@ -133,18 +125,15 @@ class _File:
         return self._text[start:stop].decode()
 
     def _between(self, left: Any, right: Any, old: str, new: str) -> tuple[int, int, str]:
-        """Replace the operator ``old`` between two operands."""
         start, stop = self._span(left)[1], self._span(right)[0]
         return start, stop, self._text[start:stop].decode().replace(old, new, 1)
 
 
 def mutants(files: Sequence[str], root: Path = ROOT) -> list[Mutant]:
-    """Return all mutants of ``files``, in order."""
     return [mutant for file in files for mutant in _File(file, (root / file).read_bytes()).mutants()]
 
 
 def files_of(folders: Sequence[str], root: Path = ROOT) -> list[str]:
-    """Return the Python files of these folders and files of the package."""
     places = (root / "megatron/swap" / folder for folder in folders)
     found = (path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place]))
     return [str(path.relative_to(root)) for path in found]

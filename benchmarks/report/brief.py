@@ -1,7 +1,5 @@
 """The tables of docs/benchmarks.md: one a claim, each beside the best other methods."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +64,6 @@ class Brief:
 
     @property
     def planned(self) -> list[tuple[str, Table]]:
-        """Return a title and the table of planned runs and the best other methods, model by model."""
         cases = {case: rows for case in PLANNER_MODELS if (rows := self.case("h200-planner", case))}
         return [
             (f"{names.model(rows[0])} [{case}]", methods_table(planned_shown(rows), rows))
@@ -82,7 +79,6 @@ class Brief:
         return self._side_by_side("h200-long-context", ("L16-32k", "L6-128k"))
 
     def _side_by_side(self, suite: str, cases: Sequence[str]) -> Table | None:
-        """Build one table of several models, a method a line; peaks are allocated and (reserved) memory."""
         found = {case: rows for case in cases if (rows := self.case(suite, case))}
         ordered = [row for rows in found.values() for row in by_peak(rows) if row["outcome"] == "ok"]
         head = ["method"]
@@ -101,7 +97,6 @@ class Brief:
 
     @property
     def other_models(self) -> Table | None:
-        """Build the table of runs of a mixture of experts and of changing lengths that plan themselves."""
         cases = {case: self.case("h200-planner", case) for case in OTHER_MODELS}
         found = [
             (row, _none(rows)) for rows in cases.values() for row in by_peak(rows)
@@ -117,7 +112,6 @@ class Brief:
 
     @property
     def prediction(self) -> dict[str, str] | None:
-        """Return how many planned runs kept their budget, and the largest errors of peak and step time."""
         cases = by_case(self.rows("h200-planner", "h200-optimizer"))
         points = [point for rows in cases.values() for point in planner.points(rows)]
         return {
@@ -141,7 +135,6 @@ class Brief:
 
     @property
     def sweep(self) -> Table | None:
-        """Build the table of the largest model by method."""
         rows = [row for row in self.results.sweeps.get("h200-depth", []) if row["method"] in SWEPT]
         best = [one.best for one in sweep_table.largest_by_method(rows) if one.best is not None]
 
@@ -158,7 +151,6 @@ class Brief:
 
     @property
     def sequences(self) -> str | None:
-        """Return the longest sequence that each method trains, in a line."""
         found = sweep_table.largest_by_method(self.results.sweeps.get("h200-sequence", []))
         best = [row for one in found if (row := one.best) is not None]
         parts = [f"{'**ours**' if row['is_ours'] else names.method(row)} {names.tokens(row['value'])}" for row in best]
@@ -166,7 +158,6 @@ class Brief:
 
     @property
     def sweep_model(self) -> str:
-        """Return width and sequence length of the models that the sweep trains."""
         row = self.results.sweeps["h200-depth"][0]
         length = names.model({**row, "num_params": None, "params": None})
         return f"hidden size {int(value(row, '--hidden-size') or 0):,}, {length}"
@@ -207,7 +198,6 @@ class Brief:
 
     @property
     def examples(self) -> Table | None:
-        """Build the table of the models that are not Megatron's."""
         table = _table(self.results.examples, {
             "script": lambda one: f"`{one.script}`",
             "GPU GiB: plain": lambda one: _gib(one.plain[1]),
@@ -267,7 +257,6 @@ class Brief:
         return found
 
     def _benchmarks(self) -> list[list[Row]]:
-        """Return the rows of each case with other methods beside ours."""
         cases = [rows for suite in BENCHMARKS for rows in by_case(self.rows(suite)).values()]
         is_other = lambda row: not is_ours(row) and row["method"] not in (NONE, REPEAT)  # noqa: E731
         return [rows for rows in cases if any(map(is_other, rows))]
@@ -300,7 +289,6 @@ def planned_shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def methods_table(shown: Sequence[Row], rows: Sequence[Row]) -> Table:
-    """Build the table of some runs of one case: method, memory, step time."""
     none = _none(rows)
     return Table.of([row for row in by_peak(shown) if row["outcome"] == "ok"], {
         "method": _label,

@@ -1,7 +1,5 @@
 """The out-of-memory guard: runs for which the device is too small."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks.flags import is_guarded, training

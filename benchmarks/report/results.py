@@ -1,7 +1,5 @@
 """Read docs/results, and choose the rows that count (the rule is written down in docs/dev/results.md)."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -41,8 +39,6 @@ def current(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Example:
-    """Figures that a script of examples/ printed: milliseconds a step and GiB, without swapping and with it."""
-
     script: str
     plain: tuple[float, float]
     swapped: tuple[float, float]
@@ -50,8 +46,6 @@ class Example:
 
 @dataclass
 class Results:
-    """The content of docs/results; of repeated runs only those that count."""
-
     folder: Path
     files: list[tuple[str, list[Row]]]
     profiles: list[profiles.Group]
@@ -74,12 +68,6 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read docs/results.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        RowError: a row does not match the schema.
-    """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: the report is made from the results in it")
     paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stem)
@@ -94,7 +82,6 @@ def read_results(folder: Path) -> Results:
 
 
 def _examples(runs: Sequence[dict[str, Any]]) -> list[Example]:
-    """Return the pairs of figures that the examples printed: first without swapping, then with it."""
     found = []
     for run in runs:
         matches = [match for line in run["printed"] if (match := PRINTED.search(line)) is not None]

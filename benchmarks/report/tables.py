@@ -1,7 +1,5 @@
 """Tables of runs that were compared to the bit, and of the result files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +8,7 @@ from benchmarks.report.results import VERIFIED
 from benchmarks.rows import COMPLETE, GIB, Row, outcome
 from benchmarks.table import ABSENT, Table, cell_gib, cell_number
 
-PLAIN = "none"
-"""The method that runs Megatron alone."""
+PLAIN = "none"  # The method that runs Megatron alone
 COMPARED = ("losses_equal", "grad_norms_equal", "weights_sha256_equal")
 
 
@@ -73,8 +70,6 @@ def equal_to_plain(rows: Sequence[Row]) -> list[EqualRun]:
 
 
 def equality_table(runs: Sequence[EqualRun]) -> Table:
-    """Build the table of reference and compared runs, case by case."""
-
     def flags(row: Row) -> str:
         setting = f"--{row['method']}"
         return " ".join([setting, *row["flags"].partition(setting)[2].split()])
@@ -95,7 +90,6 @@ def equality_table(runs: Sequence[EqualRun]) -> Table:
 
 
 def sources_table(files: Sequence[tuple[str, Sequence[Row]]], folder: str) -> Table:
-    """Build the table of result files: suite, runs, machine, commit."""
     return Table.of(files, {
         "file": lambda file: f"[{file[0]}]({folder}/{file[0]})",
         "suite": lambda file: _distinct(row["suite"] for row in file[1]),

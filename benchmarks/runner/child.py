@@ -6,8 +6,6 @@ sends when no other process is importing. CHANNEL is the file descriptor to whic
 reached. Without CHANNEL (several ranks, started by torchrun) it does not wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -25,14 +23,10 @@ from benchmarks.runner.schedule import cut, length_at
 from benchmarks.runner.stopwatch import EnoughSteps, Stopwatch
 
 PRELOADED = (
-    "torch.utils.tensorboard",
-    "megatron.training.training",
-    "megatron.training.argument_utils",
-    "megatron.training.models.gpt",
-    "megatron.core.datasets.gpt_dataset",
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.swap.trainer.session",
-)
+    "torch.utils.tensorboard", "megatron.training.training", "megatron.training.argument_utils",
+    "megatron.training.models.gpt", "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder", "megatron.swap.trainer.session",
+)  # fmt: skip
 
 
 class Channel:
@@ -66,7 +60,6 @@ class Channel:
 
 
 def load(path: str) -> Any:
-    """Return the object that ``module:name`` refers to."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 

@@ -1,7 +1,5 @@
 """The plan of a run: budget, predictions and stages, from its session and its plan file."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ def last_value(flags: Sequence[str], flag: str) -> str | None:
 
 
 def plan_file(flags: tuple[str, ...]) -> str | None:
-    """Return the path of the plan file in the flags; `None`: there is none."""
     return next((value for flag, value in itertools.pairwise(flags) if flag == PLAN_FLAG), None)
 
 
@@ -50,17 +47,14 @@ def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, 
 
 
 def read_prediction(path: str | Path) -> dict[str, Any]:
-    """Return budget, prediction and profile of a plan file; null in a plan that was written by hand."""
     from megatron.swap.common.plan import load_plan
 
     plan = load_plan(path)
     return {
-        "budget_gib": plan.budget_gib,
-        "predicted_peak_gib": plan.predicted and plan.predicted.peak_gib,
+        "budget_gib": plan.budget_gib, "predicted_peak_gib": plan.predicted and plan.predicted.peak_gib,
         "predicted_step_ms": plan.predicted and plan.predicted.step_ms,
-        "lower_bound_ms": plan.predicted and plan.predicted.lower_bound_ms,
-        "profile_sha256": plan.profile_sha256,
-    }
+        "lower_bound_ms": plan.predicted and plan.predicted.lower_bound_ms, "profile_sha256": plan.profile_sha256,
+    }  # fmt: skip
 
 
 def stages_text(found: dict[str, Any]) -> str:

@@ -6,8 +6,6 @@ cycle of lengths ends with an evaluation. There are no checkpoints. Ends with st
 differs from the run without swapping.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -26,16 +24,12 @@ from benchmarks.suites.suite import Suite, load_suite
 from benchmarks.suites.toml_file import SuiteError
 from megatron.swap.common.leftovers import own_folder
 
-UNSWAPPED = "plain"
-"""The name of the run without swapping."""
-LEAST_CYCLES = 3
-"""Cycles of lengths that a run needs, so that each third has one."""
-MANY = 1_000_000
-"""Steps that no run makes: time ends it."""
+UNSWAPPED = "plain"  # The name of the run without swapping
+LEAST_CYCLES = 3  # Cycles of lengths that a run needs, so that each third has one
+MANY = 1_000_000  # Steps that no run makes: time ends it
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Suite]:
-    """Return the arguments, and the suite with the case alone. What does not fit ends the program with a message."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.lengths", description=__doc__)
     add = parser.add_argument
     add("--suite", default="h200-planner")

@@ -1,7 +1,5 @@
 """Baselines that Megatron has no flag for. Each wraps the built model chunks and changes nothing else."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager

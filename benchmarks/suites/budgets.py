@@ -1,7 +1,5 @@
 """Budgets relative to the memory of a case's unswapped run: ``static+24``, ``static+60%``."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -17,10 +15,8 @@ DIGITS = 6
 class Memory:
     """Peak memory of a case's unswapped run, in GiB."""
 
-    static_gib: float
-    """Weights, gradients and optimizer state."""
-    activations_gib: float
-    """The allocated peak beyond ``static_gib``."""
+    static_gib: float  # Weights, gradients and optimizer state
+    activations_gib: float  # The allocated peak beyond `static_gib`
 
 
 def is_relative(word: str) -> bool:
@@ -28,7 +24,6 @@ def is_relative(word: str) -> bool:
 
 
 def check(word: str) -> None:
-    """Raise ``ValueError`` unless ``word`` is a well-formed relative budget."""
     if BUDGET.fullmatch(word) is None:
         raise ValueError(
             f"{FLAG} {word}: a number of GiB is expected, or 'static+24' (GiB beyond weights, gradients and "

@@ -1,7 +1,5 @@
 """The pictures of a suite: step time against peak memory; without a GPU, what autograd holds under each method."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -26,15 +24,13 @@ KINDS = {
 }
 """The marker of each colour, and what it stands for."""
 PANEL_INCHES = (11.0, 6.6)
-FAR = 1.7
-"""A baseline slower than this multiple of the fastest is named below the panel instead."""
+FAR = 1.7  # A baseline slower than this multiple of the fastest is named below the panel instead
 MANY = 16
 """The most points of a panel that names all. With more, the frontier and the baselines of ``ALWAYS_NAMED`` are named,
 and the panel is ``CROWDED_HEIGHT`` times as high."""
 CROWDED_HEIGHT = 1.4
 ALWAYS_NAMED = ("none", "full-recompute")
-RADIUS = 13.0
-"""Pixels around a point that no name covers."""
+RADIUS = 13.0  # Pixels around a point that no name covers
 AXES = {
     "allocated": "peak GPU memory, allocated", "reserved": "peak GPU memory, reserved",
     "saved": "peak memory of saved tensors",
@@ -77,7 +73,6 @@ def _is_measured(row: Row) -> bool:
 
 
 def _place(row: Row) -> tuple[float, float]:
-    """Return peak (GiB) and step time (ms) of a measured row."""
     return peak_gib(row) or 0.0, float(row["step_ms_median"])
 
 
@@ -169,7 +164,6 @@ def _boxes(x: float, y: float, width: float, height: float) -> list[Bbox]:
 
 
 def _hidden(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
-    """Return the square pixels of ``box`` that lie on others, and four times those outside the frame."""
     outside = box.width * box.height - _overlap(box, frame)
     return round(sum(_overlap(box, other) for other in taken) + 4 * outside)
 
@@ -180,7 +174,6 @@ def _overlap(one: Bbox, other: Bbox) -> float:
 
 
 def draw_saved(rows: Sequence[Row]) -> Figure:
-    """Draw what autograd holds under each method as bars, one panel per case, all of one scale."""
     cases = list(by_case(rows).values())
     heights = [1.3 + 0.42 * len(mine) for mine in cases]
     figure = new_figure(11.0, sum(heights), 130)

@@ -1,7 +1,5 @@
 """The results of a suite: finished runs, merged into one row for each case and method."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass
@@ -33,12 +31,9 @@ EARLIER: Row = {"peak": "allocated", "sequence_schedule": []}
 
 @dataclass(frozen=True)
 class Item:
-    """One run of a suite."""
-
     case: Case
     method: Method
-    number: int
-    """Round, from 1."""
+    number: int  # Round, from 1
 
     @property
     def label(self) -> str:
@@ -50,14 +45,7 @@ class Item:
 
 
 class SuiteResults:
-    """The runs of a suite and their rows; every run is stored as soon as it ends.
-
-    ``chosen``: the part of ``suite`` that this program runs; with ``resume`` the runs in the file are not repeated.
-
-    Raises:
-        StoreError: the file exists without `resume`, or is of another suite, commit, machine or flags.
-        RowError: the file does not hold rows.
-    """
+    """The runs of a suite and their rows. ``chosen``: the part of ``suite`` that this program runs."""
 
     def __init__(
         self, suite: Suite, chosen: Suite, path: Path, facts: dict[str, Any], command: str, *, resume: bool
@@ -91,7 +79,6 @@ class SuiteResults:
             self._store.require_same(" ".join(key), there, now)
 
     def todo(self) -> list[Item]:
-        """Return the open runs: within a case, round by round, every method once per round."""
         items = [
             Item(case, method, number)
             for case in self._chosen.cases
@@ -109,7 +96,6 @@ class SuiteResults:
         return any(run["round"] == item.number or run["outcome"] != "ok" for run in runs)
 
     def request(self, item: Item) -> Request:
-        """Return the request of a run. Raises: `NotReady`."""
         return item.case.request(item.method, self._memory(item.case))
 
     def _memory(self, case: Case) -> Memory | None:
@@ -124,7 +110,6 @@ class SuiteResults:
         return None if saved_gib is None else Memory(0.0, saved_gib)
 
     def add(self, item: Item, run: Run, seconds: float) -> str:
-        """Store a run, and return it as a line."""
         if run.get("unstable_steps"):
             stages = stages_text(run["planning"])
             why = f"steps {run['unstable_steps']} were timed and not stable: begin later (warm_up_auto)."
@@ -135,7 +120,6 @@ class SuiteResults:
         return f"{item.label}: {_words(item, run)} ({seconds:.0f} s)"
 
     def rows(self) -> list[Row]:
-        """Return a row for each case and method that was run, in the suite's order."""
         rows = []
         for case in self._suite.cases:
             runs = {method: self._runs.get((case.name, method.name), []) for method in case.methods}
@@ -172,7 +156,6 @@ class SuiteResults:
 
 
 def _words(item: Item, run: Run) -> str:
-    """Return what one run has found."""
     peak = run.get(PEAKS[item.case.peak])
     if run["outcome"] != "ok":
         return str(run["outcome"])
@@ -236,7 +219,6 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
 
 
 def losses_against(runs: list[Run], reference: list[Run] | None) -> Row:
-    """Return `losses_equal` (bit-identical) and `loss_max_rel_diff`; null where there is nothing to compare."""
     if not runs or reference is None:
         return {"losses_equal": None, "loss_max_rel_diff": None}
     by_round = {run["round"]: run["losses"] for run in reference if run["outcome"] == "ok"}
@@ -250,7 +232,6 @@ def losses_against(runs: list[Run], reference: list[Run] | None) -> Row:
 
 
 def _relative(one: float, other: float) -> float:
-    """Return the relative difference; infinite if a loss is NaN or the reference is 0."""
     if one == other:
         return 0.0
     difference = abs(one - other) / abs(other) if other else math.inf

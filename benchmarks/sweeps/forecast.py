@@ -1,7 +1,5 @@
 """Predict the memory of a run on each tier (device, host, disk) with the planner's memory model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -68,12 +66,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction for one run.
-
-    Attributes:
-        static_gib: weights, gradients, and the optimizer state that is not offloaded.
-        is_bound: `needs` is a lower bound; the activations on the device are not known.
-    """
+    """The prediction for one run. ``is_bound``: only a lower bound; activations are not known."""
 
     needs: tuple[Need, ...]
     static_gib: float
@@ -96,16 +89,13 @@ class Forecast:
 
     @property
     def excess(self) -> Need | None:
-        """Return the first need that its tier cannot hold; `None`: all tiers can."""
         room = 1.0 if self.is_bound else 1 + MARGIN
         return next((need for need in self.needs if need.gib > room * need.limit_gib), None)
 
     def of(self, tier: str) -> float | None:
-        """Return the GiB of a tier; `None`: nothing is predicted for it."""
         return max((need.gib for need in self.needs if need.tier == tier), default=None)
 
     def as_row(self) -> dict[str, float | bool | None]:
-        """Return the field `predicted` of a row."""
         return {
             **{f"{tier}_gib": self.of(tier) for tier in ("device", "host", "disk")},
             "static_gib": self.static_gib, "is_bound": self.is_bound,
@@ -113,15 +103,7 @@ class Forecast:
 
 
 def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: bool = True) -> Forecast:
-    """Predict the memory of a run with these flags.
-
-    Args:
-        gpu: the GPU of the run; `None`: it runs on a CPU.
-        by_flags: the flags describe the whole method; false where a baseline wraps the model.
-
-    Raises:
-        UsageError: a flag is missing or its value impossible.
-    """
+    """Predict the memory of a run. ``by_flags``: false where a baseline wraps the model."""
     flags = _apart(flags)
     training = read_flags(flags)
     states = training.states if gpu is None else states_on(training, gpu)
@@ -211,12 +193,7 @@ class _Known:
 def _activations(
     flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float, *, in_buckets: bool
 ) -> _Known | None:
-    """Predict the device's peak with activations; `None`: the memory model does not cover the run.
-
-    Args:
-        host_gib: host memory for activations.
-        in_buckets: offloaded optimizer state, if any, is ours and reloaded in buckets.
-    """
+    """Predict the device's peak with activations; `None`: the memory model does not cover the run."""
     states, params = training.states, params_of_rank(training.model, training.tied)
     static_gib = states.device_gib(params) + WORKSPACE_GIB
     in_buckets = in_buckets and states.offload_fraction > 0
@@ -262,12 +239,7 @@ def _lowest_gib(profile: Profile) -> float:
 
 @cache
 def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[float, float] | None:
-    """Return the GiB of activations on the device and in host memory; they do not depend on the offload fraction.
-
-    Fragments are not counted: a device that is nearly full gives them back.
-
-    `in_buckets`: we offload some state, so the loss is computed in chunks.
-    """
+    """Return the GiB of activations on the device and in host memory, whatever part of the state is offloaded."""
     training, path = read_flags(flags), plan_file(flags)
     try:
         profile = shape_profile(
@@ -287,7 +259,6 @@ def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[
 
 
 def _without(flags: Sequence[str], flag: str) -> list[str]:
-    """Return the flags without one flag and its values."""
     words = list(flags)
     while flag in words:
         at = words.index(flag)
@@ -309,12 +280,10 @@ def _number(flags: Sequence[str], flag: str, default: float) -> float:
 
 
 def _apart(flags: Sequence[str]) -> list[str]:
-    """Return names and values as separate words: `--flag=value` becomes two."""
     return [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
 
 
 def room_of(flags: Sequence[str], tiers: Tiers) -> Tiers:
-    """Return the GiB of each tier that a run with these flags may use."""
     flags = _apart(flags)
     host_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
     if _offloaded(flags):  # no flag limits what Megatron takes
@@ -324,11 +293,9 @@ def room_of(flags: Sequence[str], tiers: Tiers) -> Tiers:
 
 
 def disk_folder(flags: Sequence[str]) -> Path | None:
-    """Return the folder of `--swap-disk-dir`; `None`: the flag is not given."""
     folder = last_value(_apart(flags), "--swap-disk-dir")
     return None if folder is None else Path(folder)
 
 
 def disk_limit_gib(flags: Sequence[str]) -> float:
-    """Return the GiB of `--swap-disk-gib`; infinite without the flag."""
     return _number(_apart(flags), "--swap-disk-gib", math.inf)

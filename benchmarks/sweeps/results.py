@@ -1,7 +1,5 @@
 """The results of a sweep: rows of finished runs, and the run to make next."""
 
-from __future__ import annotations
-
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -31,20 +29,12 @@ COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env", "warm_up
 """Fields that must be equal in all rows of one file."""
 ANY_GPU = next(iter(GPUS.values()))
 """The memory model's stand-in for a GPU that is not in the table: predicted memory hardly depends on speed."""
-EXPECTED_RUNS = 3
-"""Expected runs of a method: one that trains, one that does not, one for an error of the memory model."""
+EXPECTED_RUNS = 3  # Expected runs of a method: one that trains, one that does not, one for an error of the memory model
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The machine and the command of the runs.
-
-    Attributes:
-        facts: `versions`, `machine`, `commit`, `link`.
-        tiers: memory that a run may use.
-        gpu: the GPU's data sheet; `None`: not in the table, or there is no GPU.
-        command: this program's command line.
-    """
+    """The machine, the memory that a run may use, its GPU if the table has it, and the command of the runs."""
 
     facts: dict[str, Any]
     tiers: Tiers
@@ -53,14 +43,7 @@ class Scene:
 
 
 class SweepResults:
-    """The rows of a sweep, stored as runs end, and the runs that are left.
-
-    ``methods``: those of the sweep to search with. ``path``: the result file; ``None``: rows are kept in memory only.
-
-    Raises:
-        StoreError: the file exists without `resume`, or its rows are not comparable with runs of this program.
-        RowError: the file does not hold rows of a sweep.
-    """
+    """The rows of a sweep, stored as runs end, and the runs that are left."""
 
     def __init__(self, sweep: Sweep, methods: Iterable[str], path: Path | None, scene: Scene, *, resume: bool) -> None:
         self._sweep, self._methods, self.scene = sweep, list(methods), scene
@@ -71,21 +54,10 @@ class SweepResults:
         )
         self._numbers = [value.number for value in sweep.values]
         self._store = ResultStore(path, resume=resume, check=check_sweep_row)
-        # Only in memory: the file is written at the next change, and a dry run does not change it.
-        self._store.rows = [row for row in self._store.rows if not self._was_limited(row)]
         for row in self._store.rows:
             self._check_resumed(row)
 
-    def _was_limited(self, row: Row) -> bool:
-        """Return whether a limit that has been raised since stopped the run; such a run is repeated."""
-        limit = {"timeout": "time_limit_s", "oom_host": "host_limit_gib"}.get(row["outcome"])
-        if limit is None or limit not in row:
-            return False
-        before, now = row[limit], getattr(self._sweep, limit)
-        return before is not None and (now is None or now > before)
-
     def _check_resumed(self, row: Row) -> None:
-        """Raise `StoreError` unless a row of the file is comparable with rows of this program."""
         if row["method"] not in self._sweep.methods or row["value"] not in self._numbers:
             raise self._store.refuse(f"{row['method']} {row['case']}, which sweep {self._sweep.name} has not")
         if row["outcome"] == PRUNED:
@@ -106,7 +78,6 @@ class SweepResults:
         return bisect_left(places, True, key=lambda at: self.trial(name, at).forecast.excess is not None)
 
     def next_trial(self, name: str) -> Trial | None:
-        """Return the next trial of a method; `None`: its largest value is known."""
         count = self.count(name)
         tried = self._tried(name)
         if count == 0 or any(outcome.startswith("missing") for outcome in tried.values()):
@@ -126,7 +97,6 @@ class SweepResults:
         return []
 
     def num_left(self) -> int:
-        """Estimate how many runs are left."""
         left = [name for name in self._methods if self.next_trial(name) is not None]
         return sum(max(1, EXPECTED_RUNS - len(self._tried(name))) for name in left)
 
@@ -138,7 +108,6 @@ class SweepResults:
         return self._sweep.request(trial)
 
     def add(self, trial: Trial, run: Run, seconds: float) -> str:
-        """Store a run, and return it as a line."""
         found, tail = run["outcome"], run.get("output_tail")
         if found == "ok" and run["step_ms_median"] is None:  # unstable steps are left out, and no other was timed
             stages = stages_text(run["planning"])
@@ -169,7 +138,6 @@ class SweepResults:
         self._store.replace(self._ordered(rows))
 
     def _pruned(self, name: str, places: list[int], why: str) -> list[Row]:
-        """Return one pruned row for all of these values; empty for no values."""
         if not places:
             return []
         about = {"outcome": PRUNED, "output_tail": None, "why": why, "run_s": None, "date": now()}
@@ -192,7 +160,6 @@ class SweepResults:
         }  # fmt: skip
 
     def rows(self) -> list[Row]:
-        """Return the rows in the order of the sweep's methods, then of values."""
         return self._ordered(self._store.rows)
 
     def _ordered(self, rows: Iterable[Row]) -> list[Row]:
@@ -201,7 +168,6 @@ class SweepResults:
 
 
 def _words(row: Row) -> str:
-    """Return what one run has found."""
     if row["outcome"] != "ok":
         return outcome(row)
     if row["tiers_gib"]["device"] is None:  # times of a CPU say nothing

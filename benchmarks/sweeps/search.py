@@ -1,7 +1,5 @@
 """The search for the largest value that trains."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 

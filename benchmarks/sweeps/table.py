@@ -1,7 +1,5 @@
 """The table of a sweep: the largest value of each method, and what stopped the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,13 +11,7 @@ from benchmarks.table import ABSENT, Table, cell_gib, cell_ms, cell_number
 
 @dataclass(frozen=True)
 class LargestValue:
-    """The largest value that one method trains.
-
-    Attributes:
-        best: the row of that value; `None`: no value trains.
-        stop: the row of the next value; `None`: there is none, or it has not been tried yet.
-        is_apart: values between `best` and `stop` were not tried.
-    """
+    """The largest value that one method trains, and the next, ``is_apart`` if values between were not tried."""
 
     method: str
     is_ours: bool
@@ -29,7 +21,6 @@ class LargestValue:
 
     @property
     def stopped_by(self) -> str:
-        """Return the outcome of the next value, in words."""
         if self.stop is None:
             return "nothing larger was tried" if self.best is not None else "nothing was tried"
         if self.stop["outcome"] == PRUNED:
@@ -60,7 +51,6 @@ class MachineLimit:
 
     @property
     def sum(self) -> str:
-        """Return the sizes of the tiers that there are, as a sum."""
         tiers = [("device", self.device_gib), ("host", self.host_gib), ("disk", self.disk_gib)]
         return " + ".join(f"{gib:.1f} GiB of {tier}" for tier, gib in tiers if gib >= 0.05)
 
@@ -108,7 +98,6 @@ def machine_limit(rows: Sequence[Row]) -> MachineLimit:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Build the table of the largest value of each method. That of a machine without a GPU has no times."""
     return (_cpu_table if is_on_cpu(rows) else _gpu_table)(largest_by_method(rows))
 
 
@@ -161,17 +150,14 @@ def _of_methods(found: Sequence[LargestValue], columns: dict[str, Callable[[Row]
 
 
 def is_on_cpu(rows: Sequence[Row]) -> bool:
-    """Return whether the sweep ran without a GPU, where times say nothing."""
     return rows[0]["tiers_gib"]["device"] is None
 
 
 def params_of(row: Row) -> int:
-    """Return the number of parameters: counted, or by arithmetic if the run ended before counting."""
     return int(row["num_params"] or row["params"])
 
 
 def short(params: float) -> str:
-    """Format a number of parameters with three digits."""
     value, unit = (params / 1e9, "B") if params >= 999.5e6 else (params / 1e6, "M")
     return f"{format(value, '#.3g').rstrip('.')} {unit}"
 
@@ -191,7 +177,6 @@ LEGEND = (
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the Markdown page that is written beside the rows."""
     first, on_cpu = rows[0], is_on_cpu(rows)
     lines = heading(f"{first['suite']}: the largest {first['axis']}", first, CPU_LEGEND if on_cpu else LEGEND)
     lines += [str(table(rows)), ""]

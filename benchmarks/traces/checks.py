@@ -3,8 +3,6 @@
 Order is derived from the launches on the host, not from device times alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +12,7 @@ from benchmarks.traces.engine import Engine, Step
 from benchmarks.traces.records import US
 from benchmarks.traces.storages import TracedStorage
 
-TOLERANCE_NS = US
-"""Resolution of the device's clock across its engines."""
+TOLERANCE_NS = US  # Resolution of the device's clock across its engines
 
 RULES = {
     "out_after_compute": "a copy out starts after the compute launched before its swap_out range",
@@ -35,8 +32,6 @@ UNJUDGED = {
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that one storage broke, and by how much."""
-
     rule: str
     step: int
     group: str
@@ -72,7 +67,6 @@ class Ordering:
 
 
 def check_order(storages: Sequence[TracedStorage], compute: Compute) -> Ordering:
-    """Check every storage against ``RULES``."""
     ordering = Ordering()
     for storage in storages:
         out = storage.out
@@ -98,8 +92,6 @@ def check_order(storages: Sequence[TracedStorage], compute: Compute) -> Ordering
 
 @dataclass(frozen=True)
 class StepCopies:
-    """Number and bytes of the copies launched in one step, by the trace."""
-
     num_out_copies: int
     swapped_out_bytes: int
     num_in_copies: int

@@ -11,14 +11,11 @@ from benchmarks.traces import intervals
 from benchmarks.traces.engine import Engine, Wait
 from benchmarks.traces.records import NO_LAUNCH, US, Range, Trace
 
-CLOSED_GAP_NS = 10 * US
-"""Shorter gaps between kernels come from launching and count as busy."""
+CLOSED_GAP_NS = 10 * US  # Shorter gaps between kernels come from launching and count as busy
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A stretch of device time."""
-
     start_ns: int
     end_ns: int
 

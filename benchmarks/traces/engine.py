@@ -4,8 +4,6 @@ The names of the ranges are a contract with ``megatron.swap.common.instrumentati
 docs/dev/architecture.md lists them.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -68,10 +66,8 @@ class StorageCopy:
     micro_batch: int
     num_bytes: int
     at: Range
-    ordered_ns: int = NO_LAUNCH
-    """Start of its group's range: the copy waits for the work launched before."""
-    why: str = ""
-    """``swap_out``, ``prefetch`` or ``swap_in``; empty: the copy lies in no such range."""
+    ordered_ns: int = NO_LAUNCH  # Start of its group's range: the copy waits for the work launched before
+    why: str = ""  # `swap_out`, `prefetch` or `swap_in`; empty: the copy lies in no such range
     pieces: list[Memcpy] = field(default_factory=list)
 
     @property
@@ -99,23 +95,17 @@ class Engine:
     layers: list[LayerRun] = field(default_factory=list)
     copies: list[StorageCopy] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)
-    """Samples of (host time, bytes allocated)."""
-    other_copies: list[Memcpy] = field(default_factory=list)
-    """Copies between host and device that belong to no range."""
-    problems: list[str] = field(default_factory=list)
-    """Inconsistencies within the trace itself."""
+    memory: list[tuple[int, int]] = field(default_factory=list)  # Samples of (host time, bytes allocated)
+    other_copies: list[Memcpy] = field(default_factory=list)  # Copies between host and device that belong to no range
+    problems: list[str] = field(default_factory=list)  # Inconsistencies within the trace itself
 
     def step_at(self, moment_ns: int) -> Step | None:
-        """Return the step that contains host time ``moment_ns``; ``None``: no traced step does."""
         return _holding(self.steps, moment_ns)
 
     def launched_in(self, step: Step, direction: str = "") -> list[StorageCopy]:
-        """Return the copies of a step, in a direction or both."""
         return [copy for copy in self.copies if step.has(copy.at.start_ns) and direction in ("", copy.direction)]
 
     def streams(self) -> dict[str, list[int]]:
-        """Return the streams of the swap copies, by direction."""
         found: dict[str, set[int]] = {"out": set(), "in": set()}
         for copy in self.copies:
             found[copy.direction].update(piece.stream for piece in copy.pieces)
@@ -123,11 +113,7 @@ class Engine:
 
 
 def read_engine(trace: Trace) -> Engine:
-    """Find the engine's ranges, and the range that launched each copy.
-
-    Raises:
-        TraceError: no ``step`` or no ``copy_out`` range is in the trace.
-    """
+    """Find the engine's ranges, and the range that launched each copy."""
     engine = Engine()
     groups: dict[int, list[Range]] = defaultdict(list)
     for found in trace.ranges:

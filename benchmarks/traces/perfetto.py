@@ -1,7 +1,5 @@
 """Write a small Chrome trace of the engine's work in device time, for https://ui.perfetto.dev."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

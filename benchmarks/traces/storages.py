@@ -1,7 +1,5 @@
 """The history of every storage in a traced step: copied out, released, copied in, waited for."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,8 +22,7 @@ class TracedStorage:
     step: Step
     out: StorageCopy
     release: Wait | None = None
-    overtaken: Wait | None = None
-    """The wait for the copy out if autograd asked for the storage before its release."""
+    overtaken: Wait | None = None  # The wait for the copy out if autograd asked for the storage before its release
     reloads: list[Reload] = field(default_factory=list)
 
     @property

@@ -1,7 +1,5 @@
 """Fabricated results for the tests of the report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

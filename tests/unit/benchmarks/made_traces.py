@@ -1,7 +1,5 @@
 """Make traces with known content, by hand (``Made``) or from a small training (``train``), in both formats."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sqlite3

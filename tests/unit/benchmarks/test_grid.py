@@ -1,9 +1,5 @@
 """Grids of runs: their order, concurrent processes, stored and resumed runs, rounds merged into rows."""
 
-from __future__ import annotations
-
-import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +8,7 @@ import pytest
 
 from benchmarks.rows import read_rows
 from benchmarks.runner import grid
-from benchmarks.runner.grid import measure, undisturbed
+from benchmarks.runner.grid import measure
 from benchmarks.runner.launch import Finished
 from benchmarks.runner.request import Request
 from benchmarks.store import StoreError
@@ -170,7 +166,6 @@ def test_what_has_failed_is_not_run_again(folder: Path, capsys: pytest.CaptureFi
     rows = rows_of(folder)
     assert (rows["full"]["output_tail"], rows["full"]["step_ms_median"]) == ("its last words", None)
     assert {row["reference"] for row in rows.values()} == {"ours"}, "the first that works"
-    assert rows["none"]["losses_equal"] is None
 
 
 def test_an_interruption_keeps_what_is_done_and_resume_does_the_rest(
@@ -193,18 +188,8 @@ def test_only_what_is_comparable_is_resumed(folder: Path) -> None:
     measure(results_in(load(folder), folder), None)
     with pytest.raises(StoreError, match="has commit 'c0ffee' for one none, this run has 'other'"):
         results_in(load(folder), folder, commit="other")
-    with pytest.raises(StoreError, match="exists: continue it with --resume"):
-        SuiteResults(load(folder), load(folder), folder / "rows.jsonl", FACTS, "", resume=False)
-    for before, after, said in (
-        ("--num-layers 4", "--num-layers 5", r"has flags '.*--num-layers 4"),
-        ('device = "gpu"', 'device = "gpu"\npeak = "reserved"', "has peak 'allocated' for one none"),
-        ("[cases.one]", '[env]\nMINE = "no"\n[cases.one]', "has env {} for one none"),
-    ):
-        with pytest.raises(StoreError, match=said):
-            results_in(load(folder, SUITE.replace(before, after)), folder)
-
-
-# ---------------------------------------------------------------------------------------------------- budgets
+    with pytest.raises(StoreError, match=r"has flags '.*--num-layers 4"):
+        results_in(load(folder, SUITE.replace("--num-layers 4", "--num-layers 5")), folder)
 
 
 def test_budgets_come_from_the_unswapped_run(folder: Path) -> None:
@@ -248,9 +233,6 @@ def test_steps_that_were_timed_too_early_make_the_outcome(folder: Path, timed: d
         assert "| **auto** | timed before its plan was stable |" in markdown(list(rows_of(folder).values()))
 
 
-# ----------------------------------------------------------------------------------------------------- rounds
-
-
 def test_rounds_become_a_row() -> None:
     runs = [
         {"round": 1, "outcome": "ok", "command": "a", **result(first_step_ms=100.0), "planning": {**PLANNING}},
@@ -259,13 +241,10 @@ def test_rounds_become_a_row() -> None:
     ]  # fmt: skip
     row = merge(runs, runs)
     assert (row["step_ms_all"], row["step_ms_median"]) == ([10.0, 12.0, 20.0, 22.0], 16.0)
-    assert (row["step_ms_min"], row["step_ms_max"], row["step_ms_rounds"]) == (10.0, 22.0, [11.0, 21.0])
-    assert (row["device_peak_gib"], row["first_step_ms"]) == (5.5, 200.0)
+    assert (row["device_peak_gib"], row["first_step_ms"], row["losses_equal"]) == (5.5, 200.0, True)
     assert row["tokens_per_s"] == pytest.approx(1000 / 0.016)
     assert row["model_tflops_per_s"] == pytest.approx(11e9 / 0.016 / 1e12)
-    assert (row["num_rounds"], row["command"], row["loss_hex"], row["losses_equal"]) == (2, "b", "0x1p+0", True)
     assert (row["predicted_peak_gib"], row["num_replans"]) == (3.9, 7)
-    json.dumps(row)
     runs[1] = {"round": 2, "outcome": "timeout", "command": "a", "output_tail": "words"}
     row = merge(runs, runs)
     fields = ("outcome", "output_tail", "step_ms_median", "num_rounds")
@@ -287,28 +266,3 @@ def test_losses_are_compared_round_by_round() -> None:
         found = losses_against(runs, reference)
         assert found == {"losses_equal": equal, "loss_max_rel_diff": pytest.approx(difference)}
     assert losses_against([run(1, 4.0)], None) == {"losses_equal": None, "loss_max_rel_diff": None}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_waits_until_what_was_started_is_known(number: signal.Signals) -> None:
-    class Ended(Exception):
-        pass
-
-    def end(number: int, frame: object) -> None:
-        raise Ended
-
-    started: list[str] = []
-
-    def start() -> None:
-        with undisturbed():
-            signal.raise_signal(number)
-            started.append("known")
-
-    before = signal.signal(number, end)
-    try:
-        with pytest.raises(Ended):
-            start()
-        assert started == ["known"]
-        assert signal.getsignal(number) is end
-    finally:
-        signal.signal(number, before)
