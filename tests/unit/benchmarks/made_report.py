@@ -64,9 +64,5 @@ def suite() -> list[Row]:
     ]
 
 
-def names(rows: list[Row]) -> list[str]:
-    return [row["method"] for row in rows]
-
-
 def markdown_of(docs: Path, page: str = APPENDIX) -> str:
     return render(context_of(read_results(docs / "results"), docs)[0], page)

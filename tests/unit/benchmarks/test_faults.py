@@ -1,6 +1,5 @@
 """The script that plants faults: shown a toy tree with one test; its lists against this tree."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from benchmarks.faults import command
 from benchmarks.faults.catalog import Fault, Room, load_rooms
 from benchmarks.faults.command import main
 from benchmarks.faults.trial import CAUGHT, MISSED, judge, run_trial
-from benchmarks.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 TOY = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
@@ -67,34 +65,6 @@ def plant_here(monkeypatch: pytest.MonkeyPatch, tree: Path, *faults: Fault) -> N
     monkeypatch.setattr(command, "ROOT", tree)
     monkeypatch.setattr(command, "load_rooms", lambda: [room])
     monkeypatch.setattr(command, "facts", lambda: {"versions": {}, "machine": {}, "commit": "c", "link": None})
-
-
-@pytest.mark.nightly
-def test_results_are_written_resumed_and_run_again_on_request(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "faults.jsonl"
-    plant_here(monkeypatch, tree, WRONG)
-    assert main(["--output", str(output)]) == 0
-    plant_here(monkeypatch, tree, WRONG, UNSEEN)
-    assert main(["--output", str(output)]) == 2, "an existing file needs --resume"
-    first = read_rows(output, command.check_fault_row)
-    assert [row["id"] for row in first] == ["control toys", "wrong"]
-
-    assert main(["--output", str(output), "--resume", "--jobs", "2"]) == 1
-    rows = read_rows(output, command.check_fault_row)
-    assert rows[:2] == first, "what has a result does not run again"
-    assert [row["outcome"] for row in rows] == ["passed", CAUGHT, MISSED]
-    assert "1 of 2 faults caught (50.0%)\nmissed: unseen (toy.py): The difference is wrong." in capsys.readouterr().out
-
-    (tree / "test_toy.py").write_text(f"{TEST}    assert toy.sub(2, 1) == 1\n")
-    assert main(["--output", str(output), "--resume", "--only", "unseen", "--least-caught", "1", "--json",
-                 str(tmp_path / "faults.json")]) == 0  # fmt: skip
-    rows = read_rows(output, command.check_fault_row)
-    assert {row["id"]: row["outcome"] for row in rows} == {"control toys": "passed", "wrong": CAUGHT, "unseen": CAUGHT}
-    document = json.loads((tmp_path / "faults.json").read_text())
-    assert (document["num_faults"], document["num_caught"], document["commit"]) == (2, 2, "c")
-    assert [one["test"] for one in document["faults"]] == ["test_toy.py::test_add"] * 2
 
 
 def test_a_control_run_that_fails_ends_it(

@@ -15,7 +15,6 @@ from benchmarks.store import StoreError
 from benchmarks.suites import suite as suites
 from benchmarks.suites.results import SuiteResults, losses_against, merge
 from benchmarks.suites.suite import Suite, load_suite
-from benchmarks.suites.table import markdown
 
 SUITE = """
 description = "x"
@@ -60,10 +59,6 @@ class FakeChild:
 
     log: list[str] = []  # noqa: RUF012
     outcomes: dict[str, str] = {}  # noqa: RUF012
-    changed: dict[str, Any] = {}  # noqa: RUF012
-    """Measurements of planned runs."""
-    interrupt_at = ""
-
     def __init__(self, request: Request, *, on_gpu: bool) -> None:
         assert on_gpu
         self.request = request
@@ -84,15 +79,13 @@ class FakeChild:
         self._note(word)
 
     def finish(self, timeout_s: float, host_limit_gib: float | None, on_poll: Callable[[], None]) -> Finished:
-        if self.name == self.interrupt_at:
-            raise KeyboardInterrupt
         for _ in range(10):
             on_poll()
         outcome = self.outcomes.get(self.name, "ok")
         if outcome != "ok":
             return Finished(outcome, {}, "its last words")
         is_planned = any(flag in self.request.flags for flag in ("--swap-memory-gib", "--swap-plan"))
-        return Finished("ok", result(**({"planning": PLANNING, **self.changed} if is_planned else {})), "")
+        return Finished("ok", result(**({"planning": PLANNING} if is_planned else {})), "")
 
     def close(self) -> None:
         self._note("close")
@@ -100,7 +93,7 @@ class FakeChild:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    FakeChild.log, FakeChild.outcomes, FakeChild.changed, FakeChild.interrupt_at = [], {}, {}, ""
+    FakeChild.log, FakeChild.outcomes = [], {}
     monkeypatch.setattr(grid, "Child", FakeChild)
     monkeypatch.setattr(grid.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(suites, "ROOT", tmp_path)
@@ -168,22 +161,6 @@ def test_what_has_failed_is_not_run_again(folder: Path, capsys: pytest.CaptureFi
     assert {row["reference"] for row in rows.values()} == {"ours"}, "the first that works"
 
 
-def test_an_interruption_keeps_what_is_done_and_resume_does_the_rest(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    FakeChild.interrupt_at = "swap-layers"
-    suite, faster = load(folder), {"d2h_gb_s": 60.0, "h2d_gb_s": 61.0}
-    with pytest.raises(KeyboardInterrupt):
-        measure(results_in(suite, folder), None)
-    assert sum(e.startswith("start") for e in FakeChild.log) == sum(e.startswith("close") for e in FakeChild.log)
-    FakeChild.interrupt_at = ""
-    resumed = run(results_in(suite, folder, link=faster), capsys)
-    assert [line.split(":")[0] for line in resumed] == ["ours round 1", "none round 2", "full round 2", "ours round 2"]
-    links = {name: [run["link"] for run in row["rounds"]] for name, row in rows_of(folder).items()}
-    assert links["none"] == [FACTS["link"], faster], "each run has that of the machine that it ran on"
-    assert run(results_in(suite, folder), capsys) == []
-
-
 def test_only_what_is_comparable_is_resumed(folder: Path) -> None:
     measure(results_in(load(folder), folder), None)
     with pytest.raises(StoreError, match="has commit 'c0ffee' for one none, this run has 'other'"):
@@ -217,20 +194,6 @@ def test_what_is_not_ready_is_told_and_run_when_it_is(folder: Path, capsys: pyte
     (folder / "plans" / "one.json").write_text("{}")
     assert len(run(results_in(suite, folder), capsys)) == 4
     assert rows_of(folder)["auto"]["flags"].endswith("--swap-memory-gib 3.500000")
-
-
-@pytest.mark.parametrize("timed", [{}, {"step_ms_all": [], "step_ms_median": None}])
-def test_steps_that_were_timed_too_early_make_the_outcome(folder: Path, timed: dict[str, Any]) -> None:
-    FakeChild.changed = {"unstable_steps": [13, 14], **timed}
-    measure(results_in(load(folder, PLANNED), folder), None)
-    row = rows_of(folder)["auto"]
-    assert (row["outcome"], row["output_tail"]) == (
-        "not stable",
-        "steps [13, 14] were timed and not stable: begin later (warm_up_auto). Stages: stable 9 to 15: settled",
-    )
-    assert (row["budget_gib"], row["losses_equal"], row["device_peak_gib"]) == (4.0, True, 5.0), "it is kept"
-    if timed:
-        assert "| **auto** | timed before its plan was stable |" in markdown(list(rows_of(folder).values()))
 
 
 def test_rounds_become_a_row() -> None:

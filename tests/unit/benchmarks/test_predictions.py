@@ -6,8 +6,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.report.predictions import broken
 from benchmarks.report.results import read_results
 from benchmarks.rows import Row
@@ -92,17 +90,3 @@ def test_kept_predictions(tmp_path: Path) -> None:
     made.plan.unlink()
     (said,) = made.problems()
     assert said.endswith(f"{NAME} is missing")
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("measured, budget 80 GiB", "is for a budget of 80.0 GiB, under which its profile profile-one.json was taken"),
-        ("measured in training", "does not say 'budget N GiB' or 'no budget': 'measured in training'"),
-        ("no budget, everything kept", None),
-    ],
-)
-def test_the_profile_is_of_another_budget(tmp_path: Path, source: str, said: str | None) -> None:
-    problems = Made(tmp_path, source).problems()
-    assert len(problems) == (said is not None)
-    assert said is None or said in problems[0]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.machine import ROOT
 from benchmarks.runner import launch, stopwatch
@@ -15,7 +14,7 @@ from benchmarks.runner.launch import Child
 from benchmarks.runner.outcome import classify
 from benchmarks.runner.planning import planning, searches, unstable_steps
 from benchmarks.runner.request import Request
-from benchmarks.runner.schedule import cut, length_at
+from benchmarks.runner.schedule import length_at
 from benchmarks.runner.stopwatch import EnoughSteps, Stopwatch
 from megatron.swap.common.plan import Model, Plan, Predicted, save_plan
 
@@ -30,8 +29,6 @@ request = pickle.loads(Path(request_path).read_bytes())
 what, channel = request.flags[0], Channel(int(descriptor))
 if what == "lacks":
     import a_package_that_nobody_has
-if what == "slow to import":
-    time.sleep(600)
 channel.report("ready")
 channel.await_word("go")
 if what == "refuses":
@@ -43,7 +40,7 @@ if what == "hangs":
     time.sleep(600)
 if what == "crashes":
     leave(7)
-Path(result_path).write_text(json.dumps({{"heard": "everything", "env": dict(__import__("os").environ)}}))
+Path(result_path).write_text(json.dumps({{"env": dict(__import__("os").environ)}}))
 print("the last words")
 channel.report("done")
 """
@@ -75,23 +72,15 @@ def test_it_waits_for_its_words_and_has_its_environment(monkeypatch: pytest.Monk
         quiet(child)
         assert child._process.poll() is None, "it waits for go"
         child.say("go")
-        polls: list[float] = []
-
-        def on_poll() -> None:
-            polls.append(time.monotonic())
-            if len(polls) == 5:
-                child.say("time")
-
-        finished = child.finish(60, on_poll=on_poll)
+        polls = iter(range(9999))
+        finished = child.finish(60, on_poll=lambda: child.say("time") if next(polls) == 5 else None)
     assert finished.outcome == "ok", finished.output_tail
-    assert len(polls) >= 5, "it ended before `time` was sent"
-    assert (finished.result["heard"], finished.output_tail) == ("everything", "the last words\n")
+    assert next(polls) > 5, "it ended before `time` was sent"
+    assert finished.output_tail == "the last words\n"
     env = finished.result["env"]
     assert (env["MINE"], env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"]) == ("1", "3", "")
-    assert (env["RANK"], env["WORLD_SIZE"], env["TORCHDYNAMO_DISABLE"]) == ("0", "1", "1")
     on_gpu = launch.run(request("works"), on_gpu=True, timeout_s=60).result["env"]
     assert on_gpu["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert on_gpu["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 @pytest.mark.slow
@@ -191,15 +180,8 @@ def test_the_plan_of_a_run(tmp_path: Path) -> None:
         assert unstable_steps(flags, FOUND, first, last) == [], "nothing is tried"
 
 
-def test_lengths_and_cut_batches() -> None:
+def test_lengths() -> None:
     assert [length_at(((2, 64), (1, 32), (3, 48)), step) for step in range(1, 8)] == [64, 64, 32, 48, 48, 48, 64]
-    tokens = torch.arange(24).view(2, 12)
-    inner = Namespace(get_batch=lambda *args: [tokens, tokens + 1, None])
-    cut(inner, lambda: 5)
-    inputs, labels, mask = inner.get_batch(None, None)
-    assert torch.equal(inputs, tokens[:, :5])
-    assert torch.equal(labels, tokens[:, :5] + 1)
-    assert mask is None
 
 
 class Nobody:

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.soak import command, lengths
 from benchmarks.soak.meters import MIB, Metrics, changes
-from benchmarks.soak.meters import grown as judged
 from benchmarks.soak.process import as_row
 
 CYCLE = 4
@@ -50,15 +49,10 @@ def test_what_grows() -> None:
     for sample in found:
         if sample["step"] % CYCLE == 2:  # each evaluation leaves something that the next step frees, say
             sample["device_bytes"] += 1000 * sample["step"]
-        sample["reserved_bytes"] = 900 * MIB + sample["step"] * MIB
     changed = [change for change in changes(found, CYCLE) if not change["is_flat"]]
     assert {(change["metric"], change["phase"]) for change in changed} >= {("device_bytes", 2)}
-    row = {"changes": changed, "num_rescues": 1}
-    assert "reserved_bytes" in {change["metric"] for change in judged(row)}, "also where the guard rescued"
     with pytest.raises(ValueError, match="7 steps have no three cycles of 4"):
         changes(samples(7), CYCLE)
-    with pytest.raises(SystemExit):
-        command.parse(["--steps", "100"])
 
 
 def run(case: str, num_steps: int) -> dict[str, Any]:
@@ -96,11 +90,6 @@ def test_runs_that_end_at_different_steps_are_compared_as_far_as_both_went() -> 
     for plain, is_equal in ((["a", "b"], True), (["a", "b", "c", "d"], True), (["a", "x"], False), ([], False)):
         row = as_row("planned", "", CYCLE, dict(swapped), {"losses": plain}, found)
         assert (row["losses_equal"], row["num_compared"]) == (is_equal, min(3, len(plain)))
-
-
-@pytest.mark.nightly
-def test_a_loop_that_always_has_a_graph_outstanding() -> None:
-    run("outstanding graphs", 300)
 
 
 @pytest.mark.slow

@@ -1,13 +1,9 @@
 """Suites and methods: the committed files are valid to the last flag, wrong ones are refused; budgets, output."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import ROOT
 from benchmarks.runner.request import NotReady, Request
 from benchmarks.suites import suite as suites
 from benchmarks.suites.budgets import Memory, resolved
@@ -43,56 +39,6 @@ full = "full-recompute"
 auto = "ours --swap-memory-gib static+2"
 planned = "ours --swap-plan plans/one.json"
 """
-# Megatron's own parser and config, told that this is an H200 with TransformerEngine.
-PARSE = """
-import functools, inspect, os, sys, torch
-inspect.getsource = functools.cache(inspect.getsource)  # Megatron reads its settings' docstrings for each command
-torch.cuda.get_device_capability = lambda *_: (9, 0)
-from megatron.swap.trainer.prepare import prepare
-prepare()
-import megatron.core.utils
-from packaging.version import Version
-megatron.core.utils._te_version = Version("2.20.2")
-from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.arguments import parse_and_validate_args
-from megatron.training.global_vars import destroy_global_vars
-from megatron.swap.common.flags import add_swap_flags
-from megatron.swap.trainer.command_line import swap_config
-from benchmarks.suites.budgets import Memory
-from benchmarks.suites.suite import load_suite, suite_names
-memory = Memory(static_gib=59.0, activations_gib=35.0)
-num, refused = 0, []
-for name in suite_names():
-    seen = set()
-    for case in load_suite(name).cases:
-        for method in case.methods:
-            if (method.name, method.text) in seen and method.name != "none" and not method.searches:
-                continue
-            seen.add((method.name, method.text))
-            if method.plan_file is not None:
-                continue  # a plan is of a model: test_predictions.py
-            request = case.request(method, memory)
-            destroy_global_vars()
-            destroy_num_microbatches_calculator()
-            sys.argv = ["pretrain_gpt_swap.py", *request.flags]
-            if method.searches:
-                sys.argv += ["--swap-memory-gib", "1"]  # what this machine has is not what the suite is for
-            if "--no-rope-fusion" not in request.flags:
-                sys.argv.append("--no-rope-fusion")  # asks for TransformerEngine's kernel itself
-            os.environ.update(request.env)
-            num += 1
-            try:
-                args = parse_and_validate_args(extra_args_provider=add_swap_flags)
-                gpt_config_from_args(args)
-                swap_config(args)
-            except (Exception, SystemExit) as error:
-                refused.append(f"{name} {case.name} {method.name}: {type(error).__name__}: {error}")
-print("\\n".join(refused))
-print(f"{num} parsed, {len(refused)} refused")
-"""
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder with plans; ``planned`` has one."""
@@ -123,20 +69,6 @@ def test_every_kind_of_method_is_in_a_committed_suite_and_the_reference_runs_fir
             if method.plan_file is None:
                 env = case.request(method, Memory(10.0, 10.0)).env
                 assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True", "everybody gets one allocator"
-
-
-@pytest.mark.slow
-def test_megatron_takes_the_flags_of_every_method() -> None:
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PARSE], cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env={**os.environ, **rank, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
-             "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    *refused, count = done.stdout.strip().splitlines()
-    assert count.endswith(" parsed, 0 refused"), "\n".join([*refused, count])
-    assert int(count.split()[0]) >= 70
 
 
 def test_a_suite_is_its_cases_and_methods(folder: Path) -> None:

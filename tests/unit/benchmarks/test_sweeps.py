@@ -1,7 +1,6 @@
 """Sweeps: their files, the memory model beside measured runs, the search, rows, resuming, and the picture."""
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from benchmarks.sweeps.forecast import Tiers, forecast
 from benchmarks.sweeps.results import Scene, SweepResults
 from benchmarks.sweeps.search import following
 from benchmarks.sweeps.sweep import Sweep, Trial, load_sweep, sweep_names
-from benchmarks.sweeps.table import largest_by_method, markdown
+from benchmarks.sweeps.table import largest_by_method
 from megatron.swap.common.types import GIB
 from megatron.swap.forecast.gpus import find_gpu
-from tests.unit.benchmarks.made_report import RESULTS
 
 H200 = find_gpu("h200")
 SHAPE = """
@@ -70,9 +68,9 @@ def results_in(sweep: Sweep, folder: Path, *methods: str, resume: bool = False, 
 class FakeTraining:
     """Trains what ``fits`` says, and records the requested runs."""
 
-    def __init__(self, fits: Callable[[Trial], bool], outcome: str = "oom_device", stop_after: int | None = None):
+    def __init__(self, fits: Callable[[Trial], bool], stop_after: int | None = None):
         self.asked: list[tuple[str, int]] = []
-        self._fits, self._outcome, self._stop_after = fits, outcome, stop_after
+        self._fits, self._stop_after = fits, stop_after
 
     def __call__(self, trial: Trial, _: Sequence[Trial]) -> dict[str, Any]:
         if len(self.asked) == self._stop_after:
@@ -80,7 +78,7 @@ class FakeTraining:
         self.asked.append((trial.method.name, trial.value.number))
         if self._fits(trial):
             return {"outcome": "ok", **GOOD, "num_params": trial.params}
-        return {"outcome": self._outcome, "output_tail": "its last words"}
+        return {"outcome": "oom_device", "output_tail": "its last words"}
 
 
 def search(results: SweepResults, train: Callable[..., dict[str, Any]]) -> dict[str, list[Row]]:
@@ -114,13 +112,6 @@ def test_values_and_flags(tmp_path: Path) -> None:
     trial = sweep.trial("early", 0, TIERS, H200)
     assert trial.flags[-4:] == ("--global-batch-size", "8", "--swap-layers", "0-16")
     assert (trial.label, trial.param_bytes) == ("early 16 layers", 14)
-    head = HEAD.replace('"depth"', '"width"').replace("first = 16", "first = 2048").replace("last = 80", "last = 8192")
-    narrow = SHAPE.replace("--hidden-size 5120 --ffn-hidden-size 13824", "--num-layers 4")
-    narrow = narrow.replace("--num-attention-heads 40", "")
-    content = f'{head.replace("step = 2", "factor = 2")}ffn_ratio = 2.7\nflags = """{narrow}"""\n{METHODS}'
-    values = a_sweep(tmp_path, content).values
-    assert [value.label for value in values] == ["hidden size 2048", "hidden size 4096", "hidden size 8192"]
-    assert "--hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32" in " ".join(values[1].flags)
 
 
 def test_the_part_that_fits_is_the_smallest(tmp_path: Path) -> None:
@@ -158,17 +149,6 @@ def test_the_command_runs_nothing_where_it_should_not(capsys: pytest.CaptureFixt
     dry = capsys.readouterr().out
     assert "begins at 26 layers (8.58 B parameters): predicted 129.08 GiB of device" in dry
     assert "pruned from 30 layers on: 148.14 GiB of device memory, 139.80 GiB are there (the device's)" in dry
-
-
-def test_workers_of_the_data_loader_keep_what_megatrons_offload_replaces() -> None:
-    """What did not fit a machine with 122 GiB is predicted not to fit, and what fitted is predicted to fit."""
-    rows = [json.loads(line) for line in (RESULTS / "h200-depth-sweep.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["method"].startswith("megatron-optimizer") and row["outcome"] != "pruned"]
-    ran = [row for row in rows if "--num-workers" not in row["flags"]]
-    assert {row["outcome"] for row in ran} == {"ok", "oom_host"}
-    for row in ran:
-        predicted = forecast(row["flags"].split(), Tiers(**row["tiers_gib"]), H200)
-        assert predicted.fits == (row["outcome"] == "ok"), (row["method"], row["case"])
 
 
 def shape(more: str, count: int = 32) -> list[str]:
@@ -227,21 +207,6 @@ def test_a_search_begins_where_the_memory_model_says(tmp_path: Path) -> None:
         most = max(row["value"] for row in mine if row["outcome"] == "ok")
         larger = sorted(value for row in mine for value in row["values"] if value > most)
         assert larger == [value.number for value in sweep.values if value.number > most], "each was tried or pruned"
-
-
-@pytest.mark.parametrize(
-    ("changed", "outcome"),
-    [({"losses": [(1.0).hex()] * 20}, "loss not falling"), ({"step_ms_all": [], "step_ms_median": None}, "not stable")],
-)
-def test_a_run_that_trains_to_no_result_keeps_its_row(tmp_path: Path, changed: dict[str, Any], outcome: str) -> None:
-    stage = {"stage": "profile", "first_step": 1, "last_step": None, "note": "recorded"}
-    run = {"outcome": "ok", **GOOD, "planning": {"stages": [stage]}, **changed}
-    rows = search(results_in(a_sweep(tmp_path), tmp_path, "none"), lambda *_: dict(run))["none"]
-    assert {row["outcome"] for row in rows} == {outcome, "pruned"}
-    assert rows[0]["losses"] == run["losses"]
-    if outcome == "not stable":
-        assert rows[0]["output_tail"].endswith("raise num_steps. Stages: profile 1 to the end: recorded")
-    markdown(rows)
 
 
 def test_interrupted_and_resumed_it_ends_as_it_would_have(tmp_path: Path) -> None:
