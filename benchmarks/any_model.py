@@ -4,15 +4,11 @@
     python -m benchmarks.any_model --layers 16 --tokens 8192 --method trl
     python -m benchmarks.any_model --layers 16 --tokens 8192 --save FOLDER
 
-Each method runs in a process of its own, and prints a line of JSON: the time of a step of forward and backward, the
-memory that the allocator has reserved at its end, and the planner's prediction. Steps are timed in a row, as a training
-loop runs them, which leaves the host time to run ahead; and one by one, each from an idle GPU to an idle GPU. The loss
-is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing. --method
-runs one alone: nothing, checkpointing, a budget in GiB, or other libraries' offloading (``offloaders``): offload, trl,
-torchtune, trl+checkpointing or torchtune+checkpointing. A method that runs out of memory prints
-``"out of memory": true``. With --save the plan and the profile of each budget are written to the folder. Without a mask
-transformers waits for the GPU at the start of each forward (is a sequence packed?), so the host is never ahead. With
---prepared-mask it gets one as its ``generate`` makes it, and does not wait. --steps are timed once a plan is stable.
+Each method runs in a process of its own, and prints a line of JSON: the time of a step in a row of steps, and of one
+from an idle GPU to an idle GPU; the memory that the allocator has reserved at its end; the planner's prediction, or
+``"out of memory": true``. Budgets lie at fractions of the distance from checkpointing to nothing. --method runs one
+alone: nothing, checkpointing, a budget in GiB, or one of ``offloaders``. --save writes plan and profile of each budget.
+Without a mask transformers waits for the GPU at the start of each forward; with --prepared-mask it does not.
 """
 
 import argparse
@@ -47,7 +43,10 @@ def training_step(options: argparse.Namespace, method: str) -> tuple[Callable[[]
     if method == loop.CHECKPOINTING:
         model.gradient_checkpointing_enable(loop.CHECKPOINT)
     elif method not in (loop.NOTHING, *METHODS):
-        files: dict[str, Any] = {} if options.save is None else _files(Path(options.save), method)
+        files: dict[str, Any] = {}
+        if options.save is not None:
+            Path(options.save).mkdir(parents=True, exist_ok=True)
+            files = {f"save_{kind}": f"{options.save}/{kind}-{method}.json" for kind in ("plan", "profile")}
         swapped = swap.activations(model.model, memory_gib=float(method), **loop.SETTINGS, **files)
     tokens = torch.randint(options.vocab_size, (1, options.tokens), device=loop.DEVICE)
     mask: dict[str, Any] = {"attention_mask": {"full_attention": None}} if options.prepared_mask else {}
@@ -64,11 +63,6 @@ def training_step(options: argparse.Namespace, method: str) -> tuple[Callable[[]
         return loss.detach()
 
     return step, swapped
-
-
-def _files(folder: Path, method: str) -> dict[str, str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    return {f"save_{kind}": str(folder / f"{kind}-{method}.json") for kind in ("plan", "profile")}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

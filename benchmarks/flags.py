@@ -62,11 +62,6 @@ def is_planned(row: Row) -> bool:
     return searches(words) or plan_file(words) is not None
 
 
-def swaps_optimizer(row: Row) -> bool:
-    fraction = value(row, "--swap-optimizer") or "0"
-    return fraction == "auto" or float(fraction) > 0
-
-
 def is_guarded(row: Row) -> bool:
     return "--swap-oom-guard" in _words(row["flags"])
 
@@ -74,23 +69,18 @@ def is_guarded(row: Row) -> bool:
 def is_ours(row: Row) -> bool:
     recomputes = words_after(row, "--swap-recompute") is not None
     has_activation_plan = recomputes or swapped_layers(row) is not None or is_planned(row)
-    return has_activation_plan or swaps_optimizer(row) or is_guarded(row)
-
-
-def without_swap(row: Row) -> tuple[str, ...]:
-    words: list[str] = []
-    is_swap = False
-    for word in _words(row["flags"]):
-        if word.startswith("--"):
-            is_swap = word.startswith("--swap-")
-        if not is_swap:
-            words.append(word)
-    return tuple(words)
+    state = value(row, "--swap-optimizer") or "0"
+    swaps_optimizer = state == "auto" or float(state) > 0
+    return has_activation_plan or swaps_optimizer or is_guarded(row)
 
 
 def training(row: Row) -> tuple[str, ...]:
     """Return a key of what is trained, whatever is swapped: rows with equal keys compute the same steps."""
-    words = without_swap(row)
+    words: list[str] = []
+    is_swap = False
+    for word in _words(row["flags"]):
+        is_swap = word.startswith("--swap-") or (is_swap and not word.startswith("--"))
+        words += [] if is_swap else [word]
     # With other schedules the learning rate depends on the number of steps.
     if value(row, "--lr-decay-style") == "constant" and "--train-iters" in words:
         length = words.index("--train-iters")

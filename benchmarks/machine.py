@@ -57,7 +57,6 @@ def now() -> str:
 
 
 def commit() -> str:
-    """Return the commit of this tree: ``SWAP_COMMIT`` if set (for machines without git), else git's HEAD."""
     if "SWAP_COMMIT" in os.environ:
         return os.environ["SWAP_COMMIT"]
     try:
@@ -68,11 +67,7 @@ def commit() -> str:
 
 
 def link_gb_s() -> dict[str, float] | None:
-    """Measure the median bandwidth of pinned copies of 1 GiB; ``None`` without a GPU.
-
-    ``d2h_gb_s`` and ``h2d_gb_s`` copy in one direction at a time. ``duplex_gb_s`` is the bandwidth of each direction
-    when both copies start together, timed until both have ended.
-    """
+    """Measure the median bandwidth in GB/s of pinned copies of 1 GiB, each way alone and both ways at once."""
     import torch
 
     if not torch.cuda.is_available():

@@ -30,7 +30,6 @@ def model(row: Row) -> str:
 
 
 def billions(count: float) -> str:
-    """Format a number of parameters with one decimal: ``3.5B``, ``134M``."""
     scaled, unit = (count / 1e9, "B") if count >= 0.95e9 else (count / 1e6, "M")
     return f"{scaled:.0f}{unit}" if unit == "M" else f"{scaled:.1f}".removesuffix(".0") + unit
 

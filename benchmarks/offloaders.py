@@ -6,8 +6,7 @@
 - `torchtune`: torchtune's `OffloadActivations`, around forward, as its recipes have it.
 - `trl+checkpointing`, `torchtune+checkpointing`: the same, and layers are checkpointed. Checkpoints are offloaded.
 
-TRL and torchtune need a GPU. TRL is imported as a package: it needs accelerate and transformers. The package torchtune
-needs ten others and an old torchao, so one file of it is run alone. It uses torchao to recognize 4-bit tensors.
+TRL and torchtune need a GPU. The package torchtune needs ten others and an old torchao, so one file of it is run alone.
 """
 
 import importlib.util

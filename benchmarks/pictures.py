@@ -35,7 +35,6 @@ class Picture:
 
 
 def digest_of(path: Path) -> str | None:
-    """Return the digest in a picture; ``None``: it has none, or is not a complete PNG."""
     try:
         with Image.open(path, formats=["PNG"]) as image:
             image.load()

@@ -109,7 +109,6 @@ def measure_copies(nbytes: int, piece_bytes: int) -> dict[str, Any]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows under the names of the first row's figures."""
     values = [[row.get(name, "") for name in rows[0]] for row in rows]
     cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in line] for line in values]
     print(Table([*rows[0]], cells).aligned, flush=True)

@@ -74,7 +74,6 @@ class RowError(ValueError):
 
 
 def peak_gib(row: Row) -> float | None:
-    """Return the peak that counts for a row, in GiB; ``None``: not measured."""
     found = row.get(PEAKS[row.get("peak") or "allocated"])
     return None if found is None else float(found)
 
@@ -108,10 +107,6 @@ def check_row(row: Row, where: str = "row") -> None:
             raise RowError(f"{name}: field 'date' is {row['date']!r}; a time in ISO 8601 is expected") from error
     for step_ms in row["step_ms_all"] or ():
         check_fields({"step_ms_all[]": step_ms}, name, {"step_ms_all[]": _NUMBER})
-
-
-def is_sweep(row: Row) -> bool:
-    return "axis" in row
 
 
 def check_sweep_row(row: Row, where: str = "row") -> None:

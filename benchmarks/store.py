@@ -46,7 +46,6 @@ class ResultStore:
 
 
 def check_beside(path: Path) -> None:
-    """Refuse to overwrite a table or a picture that was not made from this result file; they share its name."""
     for other in (path.with_suffix(".md"), path.with_suffix(".png")):
         if other.exists() and (not path.exists() or not path.stat().st_size or not other.is_file()):
             raise StoreError(f"--output {path}: {other} is there, and would be overwritten. Name another file.")

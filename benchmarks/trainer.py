@@ -27,8 +27,6 @@ WARM_UP = 3  # Steps that are not timed: the first, and the first ones under the
 
 
 class Recorder(transformers.Trainer):
-    """A Trainer that keeps the loss of every step, without waiting for it."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.losses: list[torch.Tensor] = []
@@ -40,11 +38,7 @@ class Recorder(transformers.Trainer):
 
 
 class Clock(transformers.TrainerCallback):
-    """Times the last steps, once ``swap``'s plan was stable in ``WARM_UP`` of them, and then ends the training.
-
-    Attributes:
-        ms: of a step.
-    """
+    """Times the last steps, once ``swap``'s plan was stable in ``WARM_UP`` of them, and then ends the training."""
 
     def __init__(self, num_timed: int, swap: SwapCallback | None) -> None:
         self.ms = 0.0

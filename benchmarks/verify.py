@@ -52,8 +52,6 @@ NOTHING, EVERYTHING = "--swap-layers none", "--swap-layers all"
 
 
 class Verifier:
-    """Make training runs with the options of the command line. ``facts``: of this machine."""
-
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self.options = options
         self.on_gpu = facts["machine"]["gpu"] != "none"
@@ -112,7 +110,6 @@ def equality(verifier: Verifier) -> Iterator[Row]:
 
 
 def ranks(verifier: Verifier) -> Iterator[Row]:
-    """Compare losses, gradient norms and weights on several ranks, for each way of splitting the model or the data."""
     options = verifier.options
     settings = [EVERYTHING] if options.settings is None else options.settings
     for case in options.case:
@@ -123,10 +120,7 @@ def ranks(verifier: Verifier) -> Iterator[Row]:
 
 
 def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> Iterator[Row]:
-    """Train with each of the settings (our flags) and compare with the first completed run.
-
-    With ``--budget-share``, the last run has a budget of this share of the memory that the first one reserved.
-    """
+    """Train with each of the settings (our flags) and compare with the first completed run."""
     options = verifier.options
     first: Row | None = None
     for setting in [*settings, *([None] if options.budget_share is not None else [])]:
@@ -151,7 +145,6 @@ def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_
 
 
 def overhead(verifier: Verifier) -> Iterator[Row]:
-    """Measure step times and peaks: no layer swapped, all layers, and as many as forward hides."""
     options, link = verifier.options, verifier.link
     if not verifier.on_gpu:
         raise ChoiceError("overhead needs a GPU: step times of the emulation mean nothing")
@@ -179,7 +172,6 @@ def overhead(verifier: Verifier) -> Iterator[Row]:
 
 
 def verify(options: argparse.Namespace, command: str) -> int:
-    """Make the runs, add their rows to the file, and return the exit status."""
     store = ResultStore(options.output, resume=True)  # first: a file without rows is refused before measuring
     num_earlier = len(store.rows)
     facts = machine.facts()

@@ -30,8 +30,6 @@ class FaultError(SuiteError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: ``old``, which occurs once in ``file``, becomes ``new``. ``why``: what a user would suffer."""
-
     id: str
     file: str
     old: str
@@ -45,7 +43,6 @@ class Fault:
         return hashlib.sha256("\0".join((self.file, self.old, self.new)).encode()).hexdigest()[:16]
 
     def planted(self, root: Path) -> str:
-        """Return the text of the file with the fault in it."""
         try:
             text = (root / self.file).read_text()
         except OSError as error:
@@ -69,12 +66,10 @@ class Room:
         return list(dict.fromkeys([*fault.tests, *self.tests, *self.equality]))
 
     def all_tests(self) -> list[str]:
-        """Return every test that any fault of the room runs: those of the control run."""
         return list(dict.fromkeys(test for fault in self.faults for test in self.tests_for(fault)))
 
 
 def load_rooms(folder: Path = DEFINITIONS) -> list[Room]:
-    """Return all rooms of ``folder``."""
     rooms = [_room(path) for path in sorted(folder.glob("*.toml"))]
     seen: set[str] = set()
     for fault in (fault for room in rooms for fault in room.faults):

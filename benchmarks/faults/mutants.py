@@ -3,11 +3,10 @@
     python -m benchmarks.faults.mutants --count 200 --seed 1 --size short --output FILE
 
 A mutant is one small change of the code: another comparison or operator, a negated condition, a number that is one
-larger, a call that is left out. Sites are drawn with equal chances. The tests run once first, to learn which of them
-execute which lines (FILE.SIZE.lines; made anew at another commit). Each mutant then gets the tests that execute its
-statement, the fastest first, up to the first that fails. A reader says which of the survivors change nothing, and what
-became of tests that are not collected: the change has broken an import, or has given tests other names. The machine
-should be idle otherwise: tests that fail or are slow in the first run are left out, as a line says.
+larger, a call that is left out. The tests run once first, to learn which of them execute which lines (FILE.SIZE.lines;
+made anew at another commit). Each mutant then gets the tests that execute its statement, the fastest first, up to the
+first that fails. A reader says which of the survivors change nothing, and what became of tests that are not collected.
+The machine should be idle otherwise: tests that fail or are slow in the first run are left out.
 """
 
 import argparse
@@ -69,8 +68,6 @@ class Mutant:
 
 
 class _File:
-    """Finds the sites of one file."""
-
     def __init__(self, name: str, text: bytes) -> None:
         self._name, self._text = name, text
         self._starts = [0, *(place + 1 for place, byte in enumerate(text) if byte == ord("\n"))]
@@ -133,12 +130,6 @@ def mutants(files: Sequence[str], root: Path = ROOT) -> list[Mutant]:
     return [mutant for file in files for mutant in _File(file, (root / file).read_bytes()).mutants()]
 
 
-def files_of(folders: Sequence[str], root: Path = ROOT) -> list[str]:
-    places = (root / "megatron/swap" / folder for folder in folders)
-    found = (path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place]))
-    return [str(path.relative_to(root)) for path in found]
-
-
 class _Recorder:
     """Instead of a mutant: the file through which each process of a trial notes the lines that it executes."""
 
@@ -149,9 +140,7 @@ class _Recorder:
 
 
 def record(tests: Sequence[str]) -> dict[str, Any]:
-    """Run ``tests`` once. Return the names of those that pass, the fastest first, and ``lines``: for each file and line
-    the numbers of the tests that execute it. Number 0 stands for the import of modules.
-    """
+    """Run ``tests`` once. Return those that pass, the fastest first, and which ones execute each line."""
     with own_folder("swap-executed-lines-") as (folder, _):
         running = folder / "running"
         running.write_text(name_of(""))
@@ -176,7 +165,6 @@ def record(tests: Sequence[str]) -> dict[str, Any]:
 
 
 def executing_tests(mutant: Mutant, executed: dict[str, Any]) -> list[str]:
-    """Return the tests that execute the statement, the fastest first; if it runs at import, those of its file."""
     of_file = executed["lines"].get(mutant.file, {})
     numbers = {number for line in range(mutant.lines[0], mutant.lines[1] + 1) for number in of_file.get(str(line), ())}
     if numbers == {0}:
@@ -195,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="rows are appended; mutants with one do not run")
     options = parser.parse_args(argv)
     os.environ |= {"SWAP_TESTS": options.size, "MEGATRON_SWAP_PYTHON": sys.executable}
-    found = mutants(files_of(options.folders))
+    places = [PACKAGE / folder for folder in options.folders]
+    paths = [path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
+    found = mutants([str(path.relative_to(ROOT)) for path in paths])
     chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
     rows = options.output.read_text().splitlines() if options.output.exists() else []
     known = {row["id"]: row for row in map(json.loads, rows) if row["size"] == options.size}

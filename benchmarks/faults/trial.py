@@ -32,8 +32,6 @@ TEST_TIMEOUT_S = 90  # A single test that takes longer fails
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one trial, the first test that failed, and the first line of its error."""
-
     outcome: str
     test: str = ""
     error: str = ""
@@ -49,8 +47,6 @@ def copy_tree(root: Path, target: Path) -> None:
 
 
 class Change(Protocol):
-    """A fault, or a mutant."""
-
     @property
     def file(self) -> str: ...
 
@@ -58,7 +54,6 @@ class Change(Protocol):
 
 
 def run_trial(root: Path, fault: Change | None, tests: Sequence[str], timeout_s: float) -> Outcome:
-    """Run ``tests`` in a copy of the tree at ``root`` with ``fault`` in it; ``None``: a control run."""
     with own_folder("swap-fault-") as (folder, _):
         scratch = folder.resolve()
         tree = scratch / "tree"

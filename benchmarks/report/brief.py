@@ -34,8 +34,6 @@ NUM_WORST = 3
 
 @dataclass(frozen=True)
 class Brief:
-    """Computed tables and figures of the brief page; a part without results is ``None`` or empty."""
-
     results: Results
 
     def rows(self, *suites: str) -> list[Row]:
@@ -46,7 +44,6 @@ class Brief:
 
     @property
     def equality(self) -> Table | None:
-        """Count the runs that were compared bit for bit with a run without Megatron Swap, and those that are equal."""
         places = {
             "one GPU": ["prove-equality"],
             "two and four GPUs: tensor, pipeline, context, expert, data parallel": ["prove-ranks"],
@@ -164,7 +161,6 @@ class Brief:
 
     @property
     def guard(self) -> Table | None:
-        """Build the table of runs on one GPU, undisturbed, that do not fit without the guard or a plan."""
         rows = guard.guarded(self.rows("prove-equality"))
         alone = [row for row in rows if not row.get("held_gib") and row["command"] == rows[0]["command"]]
         return _table(alone, {
@@ -177,7 +173,6 @@ class Brief:
 
     @property
     def guard_is_equal(self) -> bool:
-        """Return whether all guarded runs that train have the losses, norms and weights of their reference."""
         rows = guard.guarded(self.rows("prove-equality"))
         return all(line[-1].startswith(("yes", "reference", ABSENT)) for line in guard.table(rows).rows)
 
@@ -209,7 +204,6 @@ class Brief:
 
     @property
     def better(self) -> Table | None:
-        """Build the table of the other methods that beat all of our points within the same memory: one a model."""
         found = []
         for rows in self._benchmarks():
             lost = [loss for loss in compare.losses(rows) if loss.ours is not None]
@@ -224,7 +218,6 @@ class Brief:
 
     @property
     def worst(self) -> dict[str, str] | None:
-        """Return our point that another method beats by most within the same memory."""
         lost = [duel for duel in self._duels() if duel.faster is compare.Faster.BASELINE]
         if not lost:
             return None
@@ -237,7 +230,6 @@ class Brief:
 
     @property
     def tally(self) -> dict[str, int] | None:
-        """Count our points by which side is faster within the same memory; ``alone``: no other method fits."""
         found = {"points": 0, "ours": 0, "baseline": 0, "neither": 0, "alone": 0}
         for duel in self._duels():
             found["points"] += 1
@@ -246,7 +238,6 @@ class Brief:
 
     @property
     def below(self) -> list[str]:
-        """Return, model by model, the other methods that need less memory than all of ours."""
         found = []
         for rows in self._benchmarks():
             mine = min((peak(row) for row in points(rows) if is_ours(row)), default=None)
@@ -273,10 +264,7 @@ class Brief:
 
 
 def planned_shown(rows: Sequence[Row]) -> list[Row]:
-    """Return the planned runs found in training, the unswapped run, and the other methods that none of them beats.
-
-    The fastest run that offloads with Megatron's own means is shown as well.
-    """
+    """Return the runs that planned themselves, `none`, others that none beats, and the nearest that offloads."""
     rows = comparable(rows)
     others = [row for row in rows if not is_ours(row) and row["method"] != REPEAT]
     best = on_frontier(others)

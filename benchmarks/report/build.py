@@ -118,7 +118,6 @@ def pages(named: dict[str, Any], output: Path) -> dict[Path, str]:
 
 
 def build(results: Path, output: Path) -> list[Path]:
-    """Write both pages and the pictures, and return their paths. A picture that shows its data already is left."""
     named, pictures = context(read_results(results), output)
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     for picture in pictures:
@@ -130,7 +129,6 @@ def build(results: Path, output: Path) -> list[Path]:
 
 
 def check(results: Path, output: Path) -> list[str]:
-    """Return where the existing pages and the results disagree, and which predictions were changed; empty: none."""
     read = read_results(results)
     named, pictures = context(read, output)
     found = [line for path, text in pages(named, output).items() for line in _differences(path, text)]

@@ -57,10 +57,7 @@ class Suite:
     cases: list[Case]
 
     def legend(self) -> list[tuple[str, str, str, str]]:
-        """Return name, description, added flags and case of each method.
-
-        The case is empty, and the method listed once, where the flags are the same in every case.
-        """
+        """Return name, description, added flags and case (empty if the flags are the same in all) of each method."""
         found: dict[str, dict[str, tuple[str, str]]] = {}
         for case in self.cases:
             others = [row for row in case.rows if row["method"] == "none"] or case.rows

@@ -21,8 +21,6 @@ class Faster(Enum):
 
 @dataclass(frozen=True)
 class Duel:
-    """One of our points and the fastest baseline at its peak or below."""
-
     ours: Row
     baseline: Row | None = None  # `None`: no measured baseline fits
     faster: Faster | None = None

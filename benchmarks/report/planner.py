@@ -14,8 +14,6 @@ from benchmarks.table import ABSENT, Table, cell_gib, cell_ms, cell_number, cell
 
 @dataclass(frozen=True)
 class Point:
-    """A successful run that had a budget."""
-
     row: Row
     none: Row | None  # The unswapped run of its case
     baseline: Row | None  # The fastest baseline that fits the budget
@@ -63,7 +61,6 @@ def failed(rows: Sequence[Row]) -> list[Row]:
 
 
 def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
-    """Build the table of planned runs. ``rows``: all rows of the case, from which the noise of losses is estimated."""
     noise = losses.loss_noise(rows)
     within = {None: ABSENT, True: "yes", False: "**no**"}
     bounds: dict[str, Callable[[Point], object]] = {

@@ -23,7 +23,6 @@ SAME_GIB = 0.1
 
 
 def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
-    """Return what is wrong with the plan files in ``folder`` (docs/results) that ``rows`` followed; empty: nothing."""
     found = []
     for row in rows:
         path = value(row, PLAN_FLAG)

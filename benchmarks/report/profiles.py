@@ -69,7 +69,6 @@ class Group:
 
     @property
     def differences(self) -> list[str]:
-        """Return the counts that differ between profilers; times may differ, since each profiler traced its own run."""
         counted = [_counted(profile.findings) for profile in self.profiles]
         return [name for name in counted[0] if any(other[name] != counted[0][name] for other in counted[1:])]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import profiles
-from benchmarks.rows import PRUNED, Row, check_sweep_row, is_sweep, read_rows
+from benchmarks.rows import PRUNED, Row, check_sweep_row, read_rows
 
 VERIFIED = "prove-"
 """Suites of tools/verify.py begin with this word. All of their rows count, because a command compares its own runs."""
@@ -20,11 +20,7 @@ PRINTED = re.compile(r"(\d+) ms a step, ([\d.]+) GiB of the GPU")
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of one file that count, in their order.
-
-    Of rows with the same suite, case, method and budget the last one counts: files list runs from the oldest to the
-    newest. A row that was not run (pruned) never replaces one that was.
-    """
+    """Return the rows that count: of rows that measure the same the last one, but a pruned one replaces none."""
     chosen: dict[tuple[object, ...], int] = {}
     for index, row in enumerate(rows):
         if row["suite"].startswith(VERIFIED):
@@ -58,7 +54,7 @@ class Results:
     def __post_init__(self) -> None:
         for name, row in ((name, row) for name, rows in self.files for row in current(rows)):
             suite = row["suite"]
-            if is_sweep(row):
+            if "axis" in row:  # of a sweep
                 check_sweep_row(row, name)
                 self.sweeps.setdefault(suite, []).append(row)
                 continue

@@ -27,7 +27,6 @@ class EqualRun:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether losses, gradient norms and weights are equal, as far as they were compared."""
         return self.row["outcome"] in COMPLETE and all(self.row.get(field) is not False for field in COMPARED)
 
     def verdict(self, field: str) -> str:
@@ -39,7 +38,6 @@ class EqualRun:
 
 
 def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
-    """Return each row with its place in the comparison; each command has references of its own."""
     seen: set[tuple[str, str]] = set()
     found = []
     for row in rows:
@@ -51,11 +49,7 @@ def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
 
 
 def equal_to_plain(rows: Sequence[Row]) -> list[EqualRun]:
-    """Return the runs of ours in ``rows`` of one suite that were compared bit for bit with a run without Megatron Swap.
-
-    Rows of verify are compared with the first completed run of their case, rows of other suites with their
-    ``reference``, under deterministic kernels.
-    """
+    """Return the runs of ours in ``rows`` of one suite that were compared bit for bit with a run without swapping."""
     found, is_plain = [], False
     for run in equal_runs(rows):
         if not run.row["suite"].startswith(VERIFIED):

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import pickle
+import pkgutil
 import sys
 import tempfile
 import traceback
@@ -59,11 +60,6 @@ class Channel:
             sys.exit(f"waited for {word!r} on the standard input, heard {heard!r}")
 
 
-def load(path: str) -> Any:
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def main() -> None:
     request: Request = pickle.loads(Path(sys.argv[1]).read_bytes())
     result_path = Path(sys.argv[2])
@@ -80,7 +76,7 @@ def main() -> None:
         prepare(sys.argv)  # before Megatron is imported
         for name in (*PRELOADED, *request.requires):
             importlib.import_module(name)
-        watch = Stopwatch(request, channel, load(request.wrap) if request.wrap else None)
+        watch = Stopwatch(request, channel, pkgutil.resolve_name(request.wrap) if request.wrap else None)
         _install_stopwatch(watch)
         if request.sequence_schedule:
             cut(pretrain_gpt_swap, lambda: length_at(request.sequence_schedule, watch.step))
@@ -99,7 +95,6 @@ def main() -> None:
 
 
 def _install_stopwatch(watch: Stopwatch) -> None:
-    """Pass the arguments to the stopwatch when the program installs its session, and the built model by a hook."""
     from megatron.swap.trainer.session import SwapSession
 
     install = SwapSession.install

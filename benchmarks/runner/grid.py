@@ -26,28 +26,20 @@ class Item(Protocol):
     def label(self) -> str: ...
 
     @property
-    def requires(self) -> Sequence[str]:
-        """Return the packages that the run imports."""
+    def requires(self) -> Sequence[str]: ...
 
 
 class Grid[One: Item](Protocol):
-    """Runs to make, and what is known of those that were made."""
+    """Runs to make, the next one first, and what is known of those that were made. ``add`` returns a run as a line."""
 
     on_gpu: bool
     time_limit_s: float
     host_limit_gib: float | None
 
-    def todo(self) -> list[One]:
-        """Return the open runs that are known. The first is made next."""
-
+    def todo(self) -> list[One]: ...
     def num_left(self) -> int: ...
-
-    def request(self, item: One) -> Request:
-        """Return the request of a run. Raises: `NotReady`."""
-
-    def add(self, item: One, run: Run, seconds: float) -> str:
-        """Store a run, and return it as a line."""
-
+    def request(self, item: One) -> Request: ...
+    def add(self, item: One, run: Run, seconds: float) -> str: ...
     def rows(self) -> list[Row]: ...
 
 
@@ -83,13 +75,11 @@ class Runner[One: Item]:
         return {"outcome": "ok", **finished.result}
 
     def _start_timing(self) -> None:
-        """Start the timed steps of the running process once the next process is quiet."""
         if self._child is not None and not self._is_timed and (self._ahead is None or self._ahead.is_quiet()):
             self._child.say("time")
             self._is_timed = True
 
     def _request(self, item: One) -> Request | Run:
-        """Return the request of a run; for a run that cannot be made, its result with the reason."""
         if (package := missing(item)) is not None:
             return {"outcome": f"missing: {package}", "output_tail": f"no module named {package}"}
         try:

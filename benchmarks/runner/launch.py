@@ -90,7 +90,6 @@ class Child:
         return self._stage != "starting" or self._process.poll() is not None
 
     def say(self, word: str) -> None:
-        """Send `go` or `time`; a process that has ended is ignored."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{word}\n".encode())
@@ -139,7 +138,6 @@ class Child:
             self._process.stdin.close()
 
     def _listen(self, timeout_s: float) -> None:
-        """Read the stages that the process has written, waiting at most `timeout_s`."""
         if self._channel is None:
             time.sleep(timeout_s)
             return

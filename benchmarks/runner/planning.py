@@ -21,19 +21,11 @@ def plan_file(flags: tuple[str, ...]) -> str | None:
 
 
 def searches(flags: tuple[str, ...]) -> bool:
-    """Return whether the run searches for its plan itself: its first steps profile and try plans."""
     return any(flag in flags for flag in SEARCHES) or ("--swap-policy", "auto") in itertools.pairwise(flags)
 
 
 def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the plan's figures; `None`: the run had no plan.
-
-    For a plan file these are the file's predictions. For a run that searched they are its session's report; if it
-    applied several plans, the highest predicted peak is used.
-
-    Raises:
-        ValueError: the session of a run that searched reports nothing.
-    """
+    """Return the plan's figures. Of several plans that a run applied, the highest predicted peak is used."""
     path = plan_file(flags)
     if path is not None:
         found = {"num_replans": 0, "stages": [], **(found or {}), **read_prediction(path)}
@@ -58,7 +50,6 @@ def read_prediction(path: str | Path) -> dict[str, Any]:
 
 
 def stages_text(found: dict[str, Any]) -> str:
-    """Return the stages of a run that searched for its plan: ``profile 1 to 6: …; stable 7 to the end: …``."""
     return "; ".join(
         f"{stage['stage']} {stage['first_step']} to {stage['last_step'] or 'the end'}: {stage['note']}"
         for stage in found["stages"]

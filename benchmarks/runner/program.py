@@ -38,7 +38,6 @@ def _short(path: Path) -> str:
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, default: str) -> None:
-    """Set `--output`, to `default` in `RUNS` unless given. End the program where an option is wrong."""
     options.output = Path(_short(RUNS / default)) if options.output is None else options.output
     if options.time_limit_s is not None and not options.time_limit_s > 0:
         parser.error(f"--time-limit-s {options.time_limit_s:g}: must be more than 0")

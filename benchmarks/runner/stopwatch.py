@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,14 +28,6 @@ class EnoughSteps(BaseException):
     """Ends training before its last step: enough steps were timed."""
 
 
-class Listener(Protocol):
-    """The parent process: receives the stages that the run reaches, and decides when it continues."""
-
-    def report(self, stage: str) -> None: ...
-
-    def await_word(self, word: str) -> None: ...
-
-
 class Stopwatch:
     """Measure between the steps, without changing the steps themselves.
 
@@ -43,7 +35,7 @@ class Stopwatch:
     the loss for that, which waits for the device.
     """
 
-    def __init__(self, request: Request, listener: Listener, wrap: Callable[[list[Any]], None] | None) -> None:
+    def __init__(self, request: Request, listener: Any, wrap: Callable[[list[Any]], None] | None) -> None:
         self._request = request
         self._listener = listener
         self._wrap = wrap
@@ -220,7 +212,6 @@ class Phases:
         self._marks[name].append(event)
 
     def medians(self) -> dict[str, float]:
-        """Return the median of each phase in milliseconds, over the last three quarters of the micro-batches."""
         pairs = {"first_layer_forward": ("start", "first"), "forward": ("start", "forward"),
                  "backward": ("forward", "backward")}  # fmt: skip
         result = {}

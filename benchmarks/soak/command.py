@@ -61,11 +61,6 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['case']}: {row['num_steps']} steps in {row['seconds']:g} s: {', '.join(words)}"
 
 
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((words.partition(":")[2].strip() for words in lines if words.startswith("model name")), "unknown")
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     every = [*TRAINED, *loops.LOOPS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
@@ -94,5 +89,6 @@ def write(output: Path | None, module: str, words: Sequence[str], rows: Sequence
     if output is not None:
         command = f"python -m {module} {' '.join(words)}".replace(str(output), "FILE")
         about = facts()
-        about["machine"]["cpu"] = cpu_name()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        about["machine"]["cpu"] = next((text.partition(": ")[2] for text in lines if text.startswith("model name")), "")
         write_text(output, json.dumps({**about, "date": now(), "command": command, "rows": rows}) + "\n")

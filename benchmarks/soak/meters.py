@@ -49,7 +49,10 @@ def changes(samples: Sequence[Metrics], cycle: int) -> list[dict[str, Any]]:
     """Return the largest change of each metric between the medians of the last two thirds, phase by phase."""
     if samples[-1]["step"] < 3 * cycle:
         raise ValueError(f"{samples[-1]['step']} steps have no three cycles of {cycle}")
-    thirds = _thirds(samples, cycle)
+    num_cycles = samples[-1]["step"] // cycle
+    length, end = num_cycles // 3 * cycle, num_cycles * cycle
+    starts = (end - 2 * length, end - length)
+    thirds = [[sample for sample in samples if start < sample["step"] <= start + length] for start in starts]
     found = []
     for metric, tolerance in TOLERANCE.items():
         of_metric: list[dict[str, Any]] = []
@@ -73,14 +76,6 @@ def changes(samples: Sequence[Metrics], cycle: int) -> list[dict[str, Any]]:
 
 def grown(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [change for change in row["changes"] if not change["is_flat"]]
-
-
-def _thirds(samples: Sequence[Metrics], cycle: int) -> tuple[list[Metrics], list[Metrics]]:
-    num_cycles = samples[-1]["step"] // cycle
-    length = num_cycles // 3 * cycle
-    end = num_cycles * cycle
-    middle = [sample for sample in samples if end - 2 * length < sample["step"] <= end - length]
-    return middle, [sample for sample in samples if end - length < sample["step"] <= end]
 
 
 def curve(samples: Iterable[Metrics], cycle: int, most: int) -> dict[str, list[list[int]]]:

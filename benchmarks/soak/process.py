@@ -23,7 +23,6 @@ POLL_S = 0.2
 def run_beside(
     folder: Path, owner: int, module: str, given: Mapping[str, Sequence[str]], environment: Mapping[str, str] = CPU
 ) -> dict[str, tuple[dict[str, Any], list[Metrics]]]:
-    """Run processes side by side; return what each has found, and its samples. ``given``: each one's arguments."""
     env = {**os.environ, **LONE_RANK, **environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     processes: dict[str, subprocess.Popen[bytes]] = {}
     seconds: dict[str, float] = {}

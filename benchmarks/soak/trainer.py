@@ -36,15 +36,6 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a process does beside the flags of its training.
-
-    Attributes:
-        lengths: steps and their sequence length, in turn: one cycle.
-        seconds: training ends with the first step that is over after so many; ``None``: with ``--train-iters``.
-        device_gib: most memory that the GPU gives this process; ``None``: all. Then allocations fail as they do when
-            other programs use the GPU.
-    """
-
     lengths: Schedule
     seconds: float | None = None
     device_gib: float | None = None

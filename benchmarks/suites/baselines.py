@@ -33,10 +33,7 @@ while kernels still read it."""
 
 
 def deepspeed_checkpoint(chunks: list[Any]) -> None:
-    """Wrap each layer in DeepSpeed's CheckpointFunction, which keeps the layer's inputs in host memory.
-
-    DeepSpeed uses the process groups that Megatron has made; its engine is not used.
-    """
+    """Wrap each layer in DeepSpeed's CheckpointFunction, which keeps the layer's inputs in host memory."""
     import deepspeed  # type: ignore[import-not-found, import-untyped]
 
     # Otherwise DeepSpeed looks for MPI.

@@ -21,8 +21,6 @@ OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy", "--swap-o
 
 @dataclass(frozen=True)
 class Piece:
-    """Flags, environment, wrapper and packages that one part of a method adds to a run."""
-
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     wrap: str | None = None  # `module:function`, called with the built model chunks
@@ -89,7 +87,6 @@ def _check_ours(arguments: Sequence[str]) -> None:
 
 
 def parse_method(where: str, name: str, text: str, words: Sequence[str], *, on_gpu: bool) -> Method:
-    """Build the method that ``text`` describes, for the model of the flags ``words``."""
     num_layers = number(where, words, "--num-layers")
     has_te = value_of(where, words, "--transformer-impl") == "transformer_engine"
     parts = [shlex.split(part) or [""] for part in text.split(" + ")]

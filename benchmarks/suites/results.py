@@ -65,7 +65,6 @@ class SuiteResults:
         self._check_resumed()
 
     def _check_resumed(self) -> None:
-        """Raise `StoreError` unless every row of the file is comparable with the runs of this program."""
         suite = self._suite
         known = {(case.name, method.name): self._named(case, method) for case in suite.cases for method in case.methods}
         for row in self._store.rows:
@@ -123,7 +122,8 @@ class SuiteResults:
         rows = []
         for case in self._suite.cases:
             runs = {method: self._runs.get((case.name, method.name), []) for method in case.methods}
-            reference = _reference(runs)
+            worked = [method for method, mine in runs.items() if any(run["outcome"] == "ok" for run in mine)]
+            reference = next((method for method in worked if method.name == REFERENCE), next(iter(worked), None))
             for method, mine in runs.items():
                 if mine:
                     merged = merge(mine, runs[reference] if reference else None)
@@ -135,20 +135,12 @@ class SuiteResults:
 
     def _named(self, case: Case, method: Method) -> Row:
         return {
-            **self._common,
-            "case": case.name,
-            "method": method.name,
-            "what": method.what,
-            "is_ours": method.is_ours,
-            "flags": self._flags(case, method),
-            "env": {**case.env, **method.piece.env},
-            "wrap": method.piece.wrap,
-            "peak": case.peak,
-            "sequence_schedule": [list(part) for part in case.sequence_schedule],
+            **self._common, "case": case.name, "method": method.name, "what": method.what, "is_ours": method.is_ours,
+            "flags": self._flags(case, method), "env": {**case.env, **method.piece.env}, "wrap": method.piece.wrap,
+            "peak": case.peak, "sequence_schedule": [list(part) for part in case.sequence_schedule],
         }
 
     def _flags(self, case: Case, method: Method) -> str:
-        """Return the trainer's exact flags; for a method that is not ready, those of the suite file."""
         try:
             return " ".join(case.flags_of(method, self._memory(case)))
         except NotReady:
@@ -163,12 +155,6 @@ def _words(item: Item, run: Run) -> str:
         return "trains" if peak is None else f"autograd holds {peak * GIB / MIB:.1f} MiB"
     device = "" if peak is None else f", peak {peak:.2f} GiB"
     return f"step {run['step_ms_median']:.1f} ms{device}, host {run['host_peak_gib']:.2f} GiB"
-
-
-def _reference(runs: dict[Method, list[Run]]) -> Method | None:
-    """Return the method that all losses are compared with: `none` if it succeeded, else the first that did."""
-    worked = [method for method, mine in runs.items() if any(run["outcome"] == "ok" for run in mine)]
-    return next((method for method in worked if method.name == REFERENCE), next(iter(worked), None))
 
 
 def merge(runs: list[Run], reference: list[Run] | None) -> Row:

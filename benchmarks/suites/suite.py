@@ -27,8 +27,6 @@ REFERENCE = "none"  # The reference of losses and of relative budgets
 
 @dataclass(frozen=True)
 class Case:
-    """One model and batch, and the methods to run it with."""
-
     name: str
     flags: tuple[str, ...]
     num_steps: int  # `--train-iters`: the steps of the longest method
@@ -43,7 +41,6 @@ class Case:
     methods: tuple[Method, ...]
 
     def flags_of(self, method: Method, memory: Memory | None) -> tuple[str, ...]:
-        """Return the trainer's exact flags. ``memory``: that of the unswapped run; ``None``: not measured."""
         path = method.plan_file
         if path is not None and not (ROOT / path).is_file():
             raise NotReady(
@@ -78,7 +75,6 @@ class Suite:
     cases: tuple[Case, ...]
 
     def chosen(self, cases: Sequence[str], methods: Sequence[str], rounds: int | None) -> Suite:
-        """Return the suite with only these cases and methods (empty: all), and this number of rounds."""
         if rounds is not None and rounds < 1:
             raise SuiteError(f"--rounds {rounds}: at least 1")
         check_names("--case", cases, [case.name for case in self.cases])
@@ -96,7 +92,6 @@ def suite_names() -> list[str]:
 
 
 def load_suite(given: str) -> Suite:
-    """Read and check a suite. ``given``: its name, or the path of a .toml file."""
     name, top = read_table("suite", given, SUITES)
     device = top.choose("device", DEVICES)
     peak = top.choose("peak", PEAKS, default="saved" if device == "cpu" else "allocated")
@@ -158,7 +153,6 @@ def _case(name: str, table: Table, common: _Common) -> Case:
 
 
 def _methods(table: Table, words: Sequence[str], common: _Common) -> tuple[Method, ...]:
-    """Build the suite's methods without those of ``without``, and the case's own. ``words``: the case's flags."""
     left_out = table.take("without", list, default=[])
     check_names(f"{table.path}: without", left_out, list(common.methods))
     texts = {key: text for key, text in common.methods.items() if key not in left_out}
@@ -177,10 +171,8 @@ def _schedule(table: Table, words: Sequence[str]) -> tuple[tuple[int, int], ...]
     given = table.take("sequence_schedule", list, default=[])
     longest = number(table.path, words, "--seq-length") if given else 0
     for part in given:
-        is_pair = isinstance(part, list) and len(part) == 2 and all(type(number) is int for number in part)
+        is_pair = isinstance(part, list) and len(part) == 2
         if not is_pair or part[0] < 1 or not 1 <= part[1] <= longest:
-            raise SuiteError(
-                f"{table.path}: sequence_schedule has {part!r}; a number of steps from 1 on and a length up to the "
-                f"--seq-length, {longest}, are expected"
-            )
+            raise SuiteError(f"{table.path}: sequence_schedule has {part!r}; steps and a length up to the "
+                             f"--seq-length, {longest}, are expected")  # fmt: skip
     return tuple((num_steps, length) for num_steps, length in given)

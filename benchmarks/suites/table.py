@@ -27,7 +27,6 @@ OTHER = {"allocated": "reserved", "reserved": "allocated"}  # The second peak th
 
 
 def heading(title: str, row: Row, legend: str) -> list[str]:
-    """Return the lines above a table: title, command, machine and versions of a row, and the legend."""
     machine = row["machine"]
     gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
@@ -55,14 +54,12 @@ def name(row: Row) -> str:
 
 
 def spread(row: Row) -> str:
-    """Format the step times of a row: median (least–most), in ms, and the outcome if it is not ok."""
     times = row["step_ms_all"]
     text = f"{cell_ms(row['step_ms_median'])} ({min(times):.1f}–{max(times):.1f})"
     return text if row["outcome"] == "ok" else f"{text}, then {outcome(row)}"
 
 
 def methods_table(rows: Sequence[Row]) -> Table:
-    """Build the table of all methods of one case by peak; a star marks those on the frontier."""
     none_ms = next((row["step_ms_median"] for row in rows if row["method"] == "none"), None)
     noise, stars = losses.loss_noise(rows), on_frontier(rows)
     other = OTHER[(rows[0].get("peak") or "allocated") if rows else "allocated"]

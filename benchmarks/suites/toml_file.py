@@ -43,7 +43,6 @@ class Table:
         self._taken: set[str] = set()
 
     def take(self, key: str, kind: type[Any], default: Any = _MISSING, least: int | None = None) -> Any:
-        """Return a checked value."""
         self._taken.add(key)
         value = self.content.get(key, default)
         if value is _MISSING:
@@ -66,7 +65,6 @@ class Table:
         return Table(f"{self.path}: [{key}]", self.take(key, dict))
 
     def refuse_rest(self, *tables: str) -> None:
-        """Refuse a key that was not read and is not in ``tables``."""
         unknown = sorted(set(self.content) - self._taken - set(tables))
         if unknown:
             allowed = ", ".join(sorted(self._taken | set(tables)))

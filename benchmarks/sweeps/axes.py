@@ -14,8 +14,6 @@ FFN_RATIO = 4.0
 
 @dataclass(frozen=True)
 class Value:
-    """One value of an axis, and the flags that it adds. ``number``: of a family the place in it, from 1."""
-
     label: str
     number: int
     flags: tuple[str, ...]
@@ -23,8 +21,6 @@ class Value:
 
 @dataclass(frozen=True)
 class Axis:
-    """A quantity that a sweep makes larger. ``grows``: whether the number of parameters grows with it."""
-
     unit: str
     grows: bool
     read: Callable[[Table], list[Value]]
@@ -56,7 +52,6 @@ def _width(table: Table) -> list[Value]:
 
 
 def _family(table: Table) -> list[Value]:
-    """Read ``[family]``: name and flags of each shape, the smallest first."""
     shapes = table.table("family")
     texts = {name: shapes.take(name, str) for name in shapes.content}
     return [Value(name, place, tuple(shlex.split(text))) for place, (name, text) in enumerate(texts.items(), 1)]
@@ -72,7 +67,6 @@ AXES = {
 
 
 def read_values(name: str, table: Table, flags: tuple[str, ...], micro_batches: int) -> list[Value]:
-    """Return the values of axis ``name``, with the sweep's ``flags``, the value's own and the batch size."""
     values = []
     before: tuple[str, float] | None = None
     for value in AXES[name].read(table):

@@ -78,7 +78,6 @@ def show(sweep: Sweep, methods: dict[str, str]) -> None:
 
 
 def scene(sweep: Sweep, gpu_name: str | None, command: str) -> Scene:
-    """Describe this machine; with `gpu_name`, as if it had that GPU."""
     assumed = None if gpu_name is None else find_gpu(gpu_name)
     facts = machine.facts()
     gpu, device_gib = gpu_of(facts["machine"]["gpu"]), facts["machine"]["device_memory_gib"]

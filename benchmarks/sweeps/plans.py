@@ -27,7 +27,6 @@ def with_mlp_section(profile: Profile) -> Profile:
 
 
 def plan_of(model: Model, flags: Sequence[str]) -> Plan | None:
-    """Return the plan that is equivalent to the flags; ``None``: no plan describes this baseline."""
     if any(flag.startswith(("--fine-grained", "--cpu-offloading")) for flag in flags):
         return None
     words = list(flags)

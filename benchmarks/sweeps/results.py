@@ -34,8 +34,6 @@ EXPECTED_RUNS = 3  # Expected runs of a method: one that trains, one that does n
 
 @dataclass(frozen=True)
 class Scene:
-    """The machine, the memory that a run may use, its GPU if the table has it, and the command of the runs."""
-
     facts: dict[str, Any]
     tiers: Tiers
     gpu: Gpu | None
@@ -43,8 +41,6 @@ class Scene:
 
 
 class SweepResults:
-    """The rows of a sweep, stored as runs end, and the runs that are left."""
-
     def __init__(self, sweep: Sweep, methods: Iterable[str], path: Path | None, scene: Scene, *, resume: bool) -> None:
         self._sweep, self._methods, self.scene = sweep, list(methods), scene
         self.on_gpu, self.time_limit_s, self.host_limit_gib = sweep.on_gpu, sweep.time_limit_s, sweep.host_limit_gib
@@ -68,12 +64,10 @@ class SweepResults:
         self._store.require_same(trial.label, {**now, **row}, now)  # older rows lack some of the fields
 
     def start(self, name: str) -> int:
-        """Return the index of the largest value that fits by the memory model; 0 if none does."""
         places = range(self.count(name))
         return max(0, bisect_left(places, True, key=lambda at: not self.trial(name, at).forecast.fits) - 1)
 
     def count(self, name: str) -> int:
-        """Return how many values are not pruned: the larger ones are predicted to exceed a tier."""
         places = range(len(self._numbers))
         return bisect_left(places, True, key=lambda at: self.trial(name, at).forecast.excess is not None)
 
@@ -88,7 +82,6 @@ class SweepResults:
         return None if place is None else self.trial(name, place)
 
     def todo(self) -> list[Trial]:
-        """Return the next run alone: its result decides what follows."""
         for name in self._methods:
             trial = self.next_trial(name)
             if trial is not None:
@@ -120,7 +113,6 @@ class SweepResults:
         return f"{trial.label}: {_words(row)} ({seconds:.0f} s)"
 
     def finish(self, name: str) -> None:
-        """Store which larger values of a method were not tried, and why."""
         rows = [row for row in self._store.rows if (row["method"], row["outcome"]) != (name, PRUNED)]
         values, count, tried = self._sweep.values, self.count(name), self._tried(name)
         best = max((at for at, outcome in tried.items() if outcome == "ok"), default=-1)
@@ -179,7 +171,6 @@ def _words(row: Row) -> str:
 
 
 def measured(result: dict[str, Any], gpu: Gpu | None) -> Row:
-    """Return the measured part of a row; values that the run did not measure are null."""
     row: Row = {field: result.get(field) for field in MEASURED}
     losses, median_ms = [float.fromhex(loss) for loss in row["losses"] or ()], row["step_ms_median"]
     quarter = max(1, len(losses) // 4)

@@ -67,20 +67,11 @@ class Sweep:
         return AXES[self.axis_name]
 
     def chosen(self, methods: Sequence[str]) -> Sweep:
-        """Return the sweep with only these methods (empty: all)."""
         check_names("--method", methods, list(self.methods))
         kept = {name: text for name, text in self.methods.items() if not methods or name in methods}
         return replace(self, methods=kept)
 
     def trial(self, name: str, place: int, tiers: Tiers, gpu: Gpu | None) -> Trial:
-        """Return method ``name`` at the value with index ``place``.
-
-        For ``--swap-optimizer fit`` the memory model chooses the offload fraction: the smallest that is predicted to
-        fit; if none is, the one that leaves most free of the fullest tier.
-
-        Raises:
-            SuiteError: the method says ``fit``, and the memory model has no prediction for the run.
-        """
         text = self.methods[name]
         if FIT.search(text) is None:
             return self._trial(name, text, place, tiers, gpu)
@@ -124,7 +115,6 @@ class Sweep:
         )  # fmt: skip
 
     def disk_gib(self, *, assumed: bool = False) -> float:
-        """Return the most GiB of disk that a method may take. ``assumed``: on another machine."""
         most = 0.0
         for name, text in self.methods.items():
             whole = FIT.sub("--swap-optimizer 1", text)
@@ -141,7 +131,6 @@ def sweep_names() -> list[str]:
 
 
 def load_sweep(given: str) -> Sweep:
-    """Read and check a sweep. ``given``: its name, or the path of a .toml file."""
     name, top = read_table("sweep", given, SWEEPS)
     on_gpu, axis = top.choose("device", DEVICES) == "gpu", top.choose("axis", AXES)
     warm_up = top.take("warm_up", int, default=2, least=2)

@@ -148,7 +148,6 @@ def findings(analysis: Analysis) -> dict[str, Any]:
 
 
 def _foreign(engine: Engine) -> dict[str, dict[str, int]]:
-    """Return number and bytes of the copies that are not the engine's, by direction."""
     found: dict[str, dict[str, int]] = {}
     for memcpy in sorted(engine.other_copies, key=lambda memcpy: memcpy.direction):
         total = found.setdefault(memcpy.direction, {"num_copies": 0, "num_bytes": 0})

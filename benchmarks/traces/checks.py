@@ -45,8 +45,6 @@ class Violation:
 
 @dataclass
 class Ordering:
-    """Numbers of checks of each rule, their smallest margins, and the violations."""
-
     num_checked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
     least_margin_us: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(RULES))
     violations: list[Violation] = field(default_factory=list)
@@ -99,8 +97,6 @@ class StepCopies:
 
 
 def count_copies(engine: Engine, step: Step) -> StepCopies:
-    """Count the copies of a step; a storage in several pieces counts as several copies, as in the engine."""
-
     def count(direction: str) -> tuple[int, int]:
         pieces = [piece for copy in engine.launched_in(step, direction) for piece in copy.pieces]
         return len(pieces), sum(piece.num_bytes for piece in pieces)
@@ -109,7 +105,6 @@ def count_copies(engine: Engine, step: Step) -> StepCopies:
 
 
 def compare_with_summary(engine: Engine, summary: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each disagreement of the trace and the summary of the same run."""
     records = {record["iteration"]: record for record in summary.get("steps", [])}
     for step in engine.steps:
         record = records.get(step.number)

@@ -25,8 +25,6 @@ DIRECTION_OF = {"DtoH": "out", "HtoD": "in"}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One traced training iteration, in host time."""
-
     number: int
     start_ns: int
     end_ns: int
@@ -37,8 +35,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer's ``forward`` or ``backward`` over one micro-batch, in host time."""
-
     what: str
     layer: int
     micro_batch: int
@@ -58,8 +54,6 @@ class Wait:
 
 @dataclass
 class StorageCopy:
-    """The copy of one storage, in one or several pieces. ``direction``: ``out`` or ``in``."""
-
     direction: str
     site: str
     layer: int
@@ -89,8 +83,6 @@ class StorageCopy:
 
 @dataclass
 class Engine:
-    """The engine's ranges by type, each list in order of time."""
-
     steps: list[Step] = field(default_factory=list)
     layers: list[LayerRun] = field(default_factory=list)
     copies: list[StorageCopy] = field(default_factory=list)
@@ -113,7 +105,6 @@ class Engine:
 
 
 def read_engine(trace: Trace) -> Engine:
-    """Find the engine's ranges, and the range that launched each copy."""
     engine = Engine()
     groups: dict[int, list[Range]] = defaultdict(list)
     for found in trace.ranges:
@@ -160,7 +151,6 @@ def _holding[Span: (Range, Step)](spans: Sequence[Span], moment_ns: int) -> Span
 
 
 def _assign_copies(engine: Engine, copies: Sequence[Memcpy]) -> None:
-    """Assign every copy to the range that launched it (same thread, same time), and check the result."""
     by_thread: dict[int, list[StorageCopy]] = defaultdict(list)
     for storage in engine.copies:
         by_thread[storage.at.thread].append(storage)

@@ -19,8 +19,6 @@ PROFILERS_OWN = "ProfilerStep"  # A range that torch.profiler adds by itself, wi
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of the link over all traced steps."""
-
     num_copies: int
     num_bytes: int
     copy_ms: float
@@ -31,8 +29,6 @@ class Link:
 
 @dataclass(frozen=True)
 class Stall:
-    """Compute waited until a copy had ended."""
-
     what: str  # `wait` for a copy in; `release` for a copy out, before its memory is released
     site: str
     micro_batch: int
@@ -50,8 +46,6 @@ class Stall:
 
 @dataclass(frozen=True)
 class Gap:
-    """A stretch in which the main compute stream idled."""
-
     step: int
     start_ms: float  # Time since the step's first kernel
     ms: float
@@ -60,18 +54,15 @@ class Gap:
 
 
 def copy_spans(copies: Sequence[StorageCopy]) -> np.ndarray:
-    """Return the intervals in which at least one copy ran, shape (n, 2)."""
     return intervals.of(piece for copy in copies for piece in copy.pieces)
 
 
 def hidden_share(spans: np.ndarray, busy: np.ndarray) -> float | None:
-    """Return the fraction of ``spans`` that lies in ``busy``; ``None`` if ``spans`` is empty."""
     length = intervals.total(spans)
     return float(intervals.covered(spans[:, 0], spans[:, 1], busy).sum()) / length if length else None
 
 
 def link(within: Sequence[StorageCopy], direction: str, compute: Compute, steps_ns: int) -> Link:
-    """Return the figures of one direction. ``within``: copies of the steps; ``steps_ns``: duration of the steps."""
     copies = [copy for copy in within if copy.direction == direction]
     spans = copy_spans(copies)
     copy_ns = intervals.total(spans)
@@ -108,7 +99,6 @@ def find_stalls(storages: Sequence[TracedStorage], compute: Compute) -> list[Sta
 
 
 def stalled_ms(stalls: Sequence[Stall]) -> float:
-    """Return the time, in ms, in which at least one stall lasted."""
     return intervals.total(intervals.of(stalls)) / MS
 
 

@@ -1,20 +1,13 @@
 """Sets of time: sorted, disjoint intervals as an int64 array of shape (n, 2), start and end."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 
-class Span(Protocol):
-    @property
-    def start_ns(self) -> int: ...
-
-    @property
-    def end_ns(self) -> int: ...
-
-
-def of(spans: Iterable[Span]) -> np.ndarray:
+def of(spans: Iterable[Any]) -> np.ndarray:
+    """Return the union of what has ``start_ns`` and ``end_ns``."""
     found = np.array([(span.start_ns, span.end_ns) for span in spans], np.int64).reshape(-1, 2)
     return union(found[:, 0], found[:, 1])
 

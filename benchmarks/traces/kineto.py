@@ -16,7 +16,6 @@ Event = dict[str, Any]
 
 
 def read_kineto(path: Path) -> Trace:
-    """Read ``rank-N.json`` or ``rank-N.json.gz``."""
     found = _Events(path)
     named = found.of("user_annotation")
     if not named:

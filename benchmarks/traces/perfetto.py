@@ -16,7 +16,6 @@ Event = dict[str, Any]
 
 
 def write_perfetto(analysis: Analysis, path: Path) -> None:
-    """Write all traced steps to ``path`` (gzipped JSON)."""
     events: list[Event] = [_named("process_name", name="Megatron Swap")]
     for lane, name in LANES.items():
         events += [_named("thread_name", lane, name=name), _named("thread_sort_index", lane, sort_index=lane)]

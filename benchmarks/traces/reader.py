@@ -8,7 +8,6 @@ from benchmarks.traces.records import Trace, TraceError
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace; its format is detected from the content, not from the name."""
     if not path.is_file():
         raise TraceError(f"{path}: no such file. Give a trace of torch.profiler or a SQLite export of nsys.")
     with path.open("rb") as file:

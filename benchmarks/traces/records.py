@@ -25,8 +25,6 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A named stretch of host time on one thread."""
-
     name: str
     start_ns: int
     end_ns: int
@@ -35,8 +33,6 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Memcpy:
-    """One copy that ran on the device. ``direction``: CUDA's name, such as DtoH or HtoD."""
-
     direction: str
     num_bytes: int
     start_ns: int
@@ -53,8 +49,6 @@ class Memcpy:
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace of a few training steps."""
-
     format: Literal["kineto", "nsys"]
     is_emulated: bool  # Whether there was no GPU: operators on the host stand for kernels, threads for copy engines
     work: np.recarray  # Records of `WORK`, sorted by start

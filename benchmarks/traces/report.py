@@ -75,10 +75,7 @@ def copy_rows(analysis: Analysis) -> Iterator[tuple[object, ...]]:
 
 
 def save(analysis: Analysis, folder: Path, about: dict[str, Any] | None = None) -> list[Path]:
-    """Write findings, copies and Perfetto trace, and return their paths.
-
-    ``about``: machine, versions, commit and command of the traced run, kept with the findings.
-    """
+    """Write findings (with ``about`` the machine), copies and Perfetto trace, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     found, copies, perfetto = (folder / name for name in OUTPUT_FILES)
     found.write_text(json.dumps({"about": about, **findings(analysis)}, indent=1) + "\n")
