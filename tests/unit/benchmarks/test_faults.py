@@ -19,7 +19,6 @@ import toy
 def test_add():
     assert toy.add(2, 1) == 3
 """
-SLOW = Fault("hangs", "toy.py", "return a + b", "while True: pass", "It hangs.")
 TEXT_TEST = """
 import inspect
 
