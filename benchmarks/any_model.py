@@ -4,18 +4,12 @@
     python -m benchmarks.any_model --layers 16 --tokens 8192 --method trl
     python -m benchmarks.any_model --layers 16 --tokens 8192 --save FOLDER
 
-Each method runs in a process of its own, and prints a line of JSON: the time of a step of forward and backward, the
-memory that the allocator has reserved at its end, and the planner's prediction. Steps are timed in a row, as a training
-loop runs them, which leaves the host time to run ahead; and one by one, each from an idle GPU to an idle GPU. The loss
-is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing. --method
-runs one alone: nothing, checkpointing, a budget in GiB, or other libraries' offloading (``offloaders``): offload, trl,
-torchtune, trl+checkpointing or torchtune+checkpointing. A method that runs out of memory prints
-``"out of memory": true``. With --save the plan and the profile of each budget are written to the folder. Without a mask
-transformers waits for the GPU at the start of each forward (is a sequence packed?), so the host is never ahead. With
---prepared-mask it gets one as its ``generate`` makes it, and does not wait. --steps are timed once a plan is stable.
+Each method runs in a process of its own, and prints a line of JSON: the time of a step in a row of steps, and of one
+from an idle GPU to an idle GPU; the memory that the allocator has reserved at its end; the planner's prediction, or
+``"out of memory": true``. Budgets lie at fractions of the distance from checkpointing to nothing. --method runs one
+alone: nothing, checkpointing, a budget in GiB, or one of ``offloaders``. --save writes plan and profile of each budget.
+Without a mask transformers waits for the GPU at the start of each forward; with --prepared-mask it does not.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -29,23 +23,8 @@ from typing import Any
 import torch
 from megatron import swap
 
+from benchmarks import training_loop as loop
 from benchmarks.offloaders import METHODS, Offloader
-from benchmarks.training_loop import (
-    CHECKPOINT,
-    CHECKPOINTING,
-    DEVICE,
-    GIB,
-    NOTHING,
-    QWEN3_8B,
-    SETTINGS,
-    loss_of,
-    model_of,
-    new_parser,
-    plan_of,
-    print_row,
-    settle,
-    timed,
-)
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5)
 """Budgets above the memory of checkpointing, as fractions of the distance to that of nothing."""
@@ -53,27 +32,30 @@ WARM_UP = 4
 
 
 def parser() -> argparse.ArgumentParser:
-    sizes = {"layers": 16, "tokens": 8192, **QWEN3_8B, "steps": 7}
-    return new_parser(__doc__, {**sizes, "save": str, "prepared-mask": False, "method": str})
+    sizes = {"layers": 16, "tokens": 8192, **loop.QWEN3_8B, "steps": 7}
+    return loop.new_parser(__doc__, {**sizes, "save": str, "prepared-mask": False, "method": str})
 
 
 def training_step(options: argparse.Namespace, method: str) -> tuple[Callable[[], torch.Tensor], Any]:
     """Return a function that trains a step with ``method`` and returns its loss, and what ``swap.activations`` gave."""
-    model, swapped = model_of(options, torch.bfloat16).train(), None
+    model, swapped = loop.model_of(options, torch.bfloat16).train(), None
     offloader = Offloader(method, model)
-    if method == CHECKPOINTING:
-        model.gradient_checkpointing_enable(CHECKPOINT)
-    elif method not in (NOTHING, *METHODS):
-        files: dict[str, Any] = {} if options.save is None else _files(Path(options.save), method)
-        swapped = swap.activations(model.model, memory_gib=float(method), **SETTINGS, **files)
-    tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
+    if method == loop.CHECKPOINTING:
+        model.gradient_checkpointing_enable(loop.CHECKPOINT)
+    elif method not in (loop.NOTHING, *METHODS):
+        files: dict[str, Any] = {}
+        if options.save is not None:
+            Path(options.save).mkdir(parents=True, exist_ok=True)
+            files = {f"save_{kind}": f"{options.save}/{kind}-{method}.json" for kind in ("plan", "profile")}
+        swapped = swap.activations(model.model, memory_gib=float(method), **loop.SETTINGS, **files)
+    tokens = torch.randint(options.vocab_size, (1, options.tokens), device=loop.DEVICE)
     mask: dict[str, Any] = {"attention_mask": {"full_attention": None}} if options.prepared_mask else {}
 
     def step() -> torch.Tensor:
         with offloader.step:
             with offloader.forward:
                 hidden = model.model(input_ids=tokens, use_cache=False, **mask).last_hidden_state
-            loss = loss_of(model.lm_head, hidden, tokens)
+            loss = loop.loss_of(model.lm_head, hidden, tokens)
             loss.backward()
         model.zero_grad(set_to_none=False)
         if isinstance(swapped, swap.Run):
@@ -83,33 +65,25 @@ def training_step(options: argparse.Namespace, method: str) -> tuple[Callable[[]
     return step, swapped
 
 
-def _files(folder: Path, method: str) -> dict[str, str]:
-    """Return the arguments of ``swap.activations`` that write plan and profile to ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return {f"save_{kind}": str(folder / f"{kind}-{method}.json") for kind in ("plan", "profile")}
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run one method and return its row."""
     step, swapped = training_step(options, options.method)
     losses = [step().item() for _ in range(WARM_UP)]
-    settle(step, swapped, WARM_UP)
-    alone_ms = statistics.median_high([timed(step, 1) for _ in range(options.steps)])
+    loop.settle(step, swapped, WARM_UP)
+    alone_ms = statistics.median_high([loop.timed(step, 1) for _ in range(options.steps)])
     row: dict[str, Any] = {name: getattr(options, name) for name in ("method", "layers", "tokens")}
-    row |= {"losses": losses[:2], "ms": round(timed(step, options.steps), 1), "ms_alone": round(alone_ms, 1)}
-    row["reserved_gib"] = round(torch.cuda.memory_reserved() / GIB, 3) if DEVICE == "cuda" else 0.0
+    row |= {"losses": losses[:2], "ms": round(loop.timed(step, options.steps), 1), "ms_alone": round(alone_ms, 1)}
+    row["reserved_gib"] = round(torch.cuda.memory_reserved() / loop.GIB, 3) if loop.DEVICE == "cuda" else 0.0
     if isinstance(swapped, swap.Run) and swapped.stats().budget_gib is not None:
-        row |= plan_of(swapped)
+        row |= loop.plan_of(swapped)
         print(swapped.plan(), file=sys.stderr)
         swapped.close()
     return row
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the method that is given, or all of them, each in a process of its own."""
     options = parser().parse_args(arguments)
     if options.method is not None:
-        print_row(measure, options)
+        loop.print_row(measure, options)
         return
     own = list(sys.argv[1:] if arguments is None else arguments)
 
@@ -120,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(lines[-1] if lines else json.dumps({"method": method, "rc": done.returncode}), flush=True)
         return json.loads(lines[-1]) if lines else {}
 
-    nothing, least = run(NOTHING), run(CHECKPOINTING)
+    nothing, least = run(loop.NOTHING), run(loop.CHECKPOINTING)
     if "reserved_gib" in nothing and "reserved_gib" in least:
         distance = nothing["reserved_gib"] - least["reserved_gib"]
         for fraction in FRACTIONS:

@@ -1,7 +1,5 @@
 """Read a row's flags: the shape that was trained, and what was swapped or recomputed."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import shlex
@@ -14,14 +12,11 @@ from benchmarks.runner.planning import last_value, plan_file, searches
 
 @dataclass(frozen=True)
 class Shape:
-    """The model and the batch of a run."""
-
     num_layers: int
     hidden_size: int
     sequence: int
     micro_batch: int
-    num_micro_batches: int
-    """Per step, on a single data-parallel rank."""
+    num_micro_batches: int  # Per step, on a single data-parallel rank
 
 
 @functools.cache
@@ -36,8 +31,6 @@ def value(row: Row, flag: str) -> str | None:
 
 
 def shape(row: Row) -> Shape:
-    """Return the shape that a row trained. Raises: RowError, which names the row and the missing flag."""
-
     def number(flag: str) -> int:
         found = value(row, flag)
         if found is None:
@@ -46,22 +39,17 @@ def shape(row: Row) -> Shape:
 
     micro_batch = number("--micro-batch-size")
     return Shape(
-        num_layers=number("--num-layers"),
-        hidden_size=number("--hidden-size"),
-        sequence=number("--seq-length"),
-        micro_batch=micro_batch,
-        num_micro_batches=number("--global-batch-size") // micro_batch,
-    )
+        num_layers=number("--num-layers"), hidden_size=number("--hidden-size"), sequence=number("--seq-length"),
+        micro_batch=micro_batch, num_micro_batches=number("--global-batch-size") // micro_batch,
+    )  # fmt: skip
 
 
 def swapped_layers(row: Row) -> str | None:
-    """Return the value of ``--swap-layers``; ``None``: no layer is swapped."""
     layers = value(row, "--swap-layers")
     return None if layers == "none" else layers
 
 
 def words_after(row: Row, flag: str) -> str | None:
-    """Return the values of a flag that takes several; ``None``: it is not given."""
     words = _words(row["flags"])
     if flag not in words:
         return None
@@ -70,44 +58,29 @@ def words_after(row: Row, flag: str) -> str | None:
 
 
 def is_planned(row: Row) -> bool:
-    """Return whether the run follows a plan: found in the run, or read from a file."""
     words = _words(row["flags"])
     return searches(words) or plan_file(words) is not None
 
 
-def swaps_optimizer(row: Row) -> bool:
-    """Return whether optimizer state is offloaded to host memory or disk."""
-    fraction = value(row, "--swap-optimizer") or "0"
-    return fraction == "auto" or float(fraction) > 0
-
-
 def is_guarded(row: Row) -> bool:
-    """Return whether the out-of-memory guard is on."""
     return "--swap-oom-guard" in _words(row["flags"])
 
 
 def is_ours(row: Row) -> bool:
-    """Return whether the run uses a feature of Megatron Swap."""
     recomputes = words_after(row, "--swap-recompute") is not None
     has_activation_plan = recomputes or swapped_layers(row) is not None or is_planned(row)
-    return has_activation_plan or swaps_optimizer(row) or is_guarded(row)
-
-
-def without_swap(row: Row) -> tuple[str, ...]:
-    """Return the flags of the same run without swapping."""
-    words: list[str] = []
-    is_swap = False
-    for word in _words(row["flags"]):
-        if word.startswith("--"):
-            is_swap = word.startswith("--swap-")
-        if not is_swap:
-            words.append(word)
-    return tuple(words)
+    state = value(row, "--swap-optimizer") or "0"
+    swaps_optimizer = state == "auto" or float(state) > 0
+    return has_activation_plan or swaps_optimizer or is_guarded(row)
 
 
 def training(row: Row) -> tuple[str, ...]:
     """Return a key of what is trained, whatever is swapped: rows with equal keys compute the same steps."""
-    words = without_swap(row)
+    words: list[str] = []
+    is_swap = False
+    for word in _words(row["flags"]):
+        is_swap = word.startswith("--swap-") or (is_swap and not word.startswith("--"))
+        words += [] if is_swap else [word]
     # With other schedules the learning rate depends on the number of steps.
     if value(row, "--lr-decay-style") == "constant" and "--train-iters" in words:
         length = words.index("--train-iters")

@@ -4,8 +4,6 @@
 process, because a CUDA context of their own would take device memory from the runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -34,7 +32,6 @@ def facts() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Return the versions of packages; null: not installed."""
     found: dict[str, str | None] = {}
     for name in packages:
         try:
@@ -45,26 +42,21 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return names and sizes of the hardware. Initializes CUDA."""
     import torch
 
     on_gpu = torch.cuda.is_available()
     return {
-        "gpu": torch.cuda.get_device_name() if on_gpu else "none",
-        "num_gpus": torch.cuda.device_count(),
-        "cores": os.cpu_count(),
-        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name() if on_gpu else "none", "num_gpus": torch.cuda.device_count(),
+        "cores": os.cpu_count(), "cuda": torch.version.cuda,
         "device_memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30 if on_gpu else None,
-    }
+    }  # fmt: skip
 
 
 def now() -> str:
-    """Return the time in UTC, in ISO 8601 with seconds: ``2026-11-24T08:00:00+00:00``."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def commit() -> str:
-    """Return the commit of this tree: ``SWAP_COMMIT`` if set (for machines without git), else git's HEAD."""
     if "SWAP_COMMIT" in os.environ:
         return os.environ["SWAP_COMMIT"]
     try:
@@ -75,11 +67,7 @@ def commit() -> str:
 
 
 def link_gb_s() -> dict[str, float] | None:
-    """Measure the median bandwidth of pinned copies of 1 GiB; ``None`` without a GPU.
-
-    ``d2h_gb_s`` and ``h2d_gb_s`` copy in one direction at a time. ``duplex_gb_s`` is the bandwidth of each direction
-    when both copies start together, timed until both have ended.
-    """
+    """Measure the median bandwidth in GB/s of pinned copies of 1 GiB, each way alone and both ways at once."""
     import torch
 
     if not torch.cuda.is_available():
@@ -107,13 +95,11 @@ def link_gb_s() -> dict[str, float] | None:
 
 
 def rss_bytes() -> int:
-    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

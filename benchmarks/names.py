@@ -1,35 +1,25 @@
 """Names of runs for people: ``3.5B, 4k tokens`` for a model, ``layers 0-3 + recompute norm`` for a method."""
 
-from __future__ import annotations
-
 import re
 
 from benchmarks.flags import swapped_layers, value, words_after
 from benchmarks.rows import Row
 
 BASELINES = {
-    "none": "no offload",
-    "none-again": "no offload, second run",
-    "unfused": "unfused gradients",
-    "full-recompute": "full recompute",
-    "fine-grained-offload": "fine-grained offload",
-    "save-on-cpu": "torch save_on_cpu",
-    "torchtune-offload": "torchtune offload",
+    "none": "no offload", "none-again": "no offload, second run", "unfused": "unfused gradients",
+    "full-recompute": "full recompute", "fine-grained-offload": "fine-grained offload",
+    "save-on-cpu": "torch save_on_cpu", "torchtune-offload": "torchtune offload",
     "torchtune-offload-one-stream": "torchtune offload, one stream",
-    "deepspeed-checkpoint": "DeepSpeed checkpoint on CPU",
-    "layer-offload-half": "TE layer offload, half",
+    "deepspeed-checkpoint": "DeepSpeed checkpoint on CPU", "layer-offload-half": "TE layer offload, half",
     "layer-offload-all-but-one": "TE layer offload, all but one",
-}
+}  # fmt: skip
 MODULES = {
     "core-attn": "core attention", "qkv": "QKV", "layernorm": "layer norm", "mlp": "MLP", "attention": "attention",
 }  # fmt: skip
 
 
 def model(row: Row) -> str:
-    """Return size, sequence length and 8-bit recipe of a run's model: ``3.5B, 4k tokens, FP8 tensorwise``.
-
-    The number of parameters is the one that the run counted, or the sweep's arithmetic if it ended before.
-    """
+    """Return size, sequence length and 8-bit recipe of a run's model: ``3.5B, 4k tokens, FP8 tensorwise``."""
     count = row.get("num_params") or row.get("params")
     lengths = [length for _, length in row.get("sequence_schedule") or ()]
     lengths = sorted(set(lengths)) or [int(value(row, "--seq-length") or 0)]
@@ -40,24 +30,20 @@ def model(row: Row) -> str:
 
 
 def billions(count: float) -> str:
-    """Format a number of parameters with one decimal: ``3.5B``, ``134M``."""
     scaled, unit = (count / 1e9, "B") if count >= 0.95e9 else (count / 1e6, "M")
     return f"{scaled:.0f}{unit}" if unit == "M" else f"{scaled:.1f}".removesuffix(".0") + unit
 
 
 def is_plan_file(row: Row) -> bool:
-    """Return whether a run follows a plan that was made before it."""
     return value(row, "--swap-plan") is not None
 
 
 def budget(row: Row) -> str | None:
-    """Return the budget of a planned run as text; ``None``: it has none."""
     found = row.get("budget_gib")
     return None if found is None else gib(found)
 
 
 def gib(size: float) -> str:
-    """Format a budget with at most one decimal."""
     return f"{size:.1f}".removesuffix(".0")
 
 
@@ -84,7 +70,6 @@ def method(row: Row) -> str:
 
 
 def _modules(words: str) -> str:
-    """Return ``core attention, MLP`` for ``core-attn-mlp``."""
     found = re.findall("|".join(MODULES), words)
     return ", ".join(MODULES[word] for word in found) or words
 

@@ -6,11 +6,8 @@
 - `torchtune`: torchtune's `OffloadActivations`, around forward, as its recipes have it.
 - `trl+checkpointing`, `torchtune+checkpointing`: the same, and layers are checkpointed. Checkpoints are offloaded.
 
-TRL and torchtune need a GPU. TRL is imported as a package: it needs accelerate and transformers. The package torchtune
-needs ten others and an old torchao, so one file of it is run alone. It uses torchao to recognize 4-bit tensors.
+TRL and torchtune need a GPU. The package torchtune needs ten others and an old torchao, so one file of it is run alone.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import sys
@@ -28,12 +25,7 @@ METHODS = (OFFLOAD, *LIBRARIES, *(library + WITH_CHECKPOINTING for library in LI
 
 
 class Offloader:
-    """Contexts of one method.
-
-    Attributes:
-        forward: around the forward of each step.
-        step: around forward and backward of each step.
-    """
+    """Contexts of one method, around the forward of each step and around the whole step."""
 
     def __init__(self, method: str, model: Any) -> None:
         self.forward: AbstractContextManager[Any] = nullcontext()
@@ -61,11 +53,7 @@ def _trl(model: Any) -> AbstractContextManager[Any]:
 
 
 def torchtune_module() -> ModuleType:
-    """Return torchtune's module of offloading, with empty classes in place of those of torchao and of its own models.
-
-    Raises:
-        ModuleNotFoundError: torchtune is not installed.
-    """
+    """Return torchtune's module of offloading, with empty classes for those of torchao and of its own models."""
     path = _find("torchtune") / "training" / "_activation_offloading.py"
     absent = {"torchao": (), "torchao.dtypes": (), "torchao.dtypes.nf4tensor": ("NF4Tensor",), "torchtune": (),
               "torchtune.modules": ("TiedLinear",), "torchtune.utils": ("get_logger",)}  # fmt: skip
@@ -90,7 +78,6 @@ def torchtune_module() -> ModuleType:
 
 
 def _find(library: str) -> Path:
-    """Return the folder of a library, without importing it."""
     spec = importlib.util.find_spec(library)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(

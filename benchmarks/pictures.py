@@ -1,7 +1,5 @@
 """Colours, bars, and a digest of the data by which a stale picture is noticed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -28,18 +26,15 @@ class Picture:
 
     @property
     def is_current(self) -> bool:
-        """Return whether the file exists and shows these values."""
         return self.path.exists() and digest_of(self.path) == self._digest
 
     def save(self) -> None:
-        """Draw the picture, unless the file shows these values already."""
         if not self.is_current:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._draw().savefig(self.path, metadata={DIGEST: self._digest})
 
 
 def digest_of(path: Path) -> str | None:
-    """Return the digest in a picture; ``None``: it has none, or is not a complete PNG."""
     try:
         with Image.open(path, formats=["PNG"]) as image:
             image.load()

@@ -8,36 +8,30 @@ The first row ("cold") is an extra one: on a virtual machine the very first touc
 memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.table import Table, cell_gib, cell_ms
+from benchmarks.machine import facts
+from benchmarks.table import Table
 from megatron.swap.memory.host_memory import safe_host_bytes
 from megatron.swap.memory.host_pool import HostPool
 
 MIB = 1 << 20
 GIB = 1 << 30
 PIECES_MIB = (1, 4, 16, 64)
-NUM_COPIES = 5
-"""Copies of each figure; the fastest counts."""
+NUM_COPIES = 5  # Copies of each figure; the fastest counts
 
 
 def measure_reservation(name: str, nbytes: int) -> dict[str, Any]:
-    """Reserve `nbytes` in a fresh pool, release them, and return the time of each phase."""
     pool = HostPool(limit=nbytes, pinned=torch.cuda.is_available())
     try:
         start = time.perf_counter()
@@ -59,7 +53,6 @@ def measure_reservation(name: str, nbytes: int) -> dict[str, Any]:
 
 
 def measure_pin_memory(nbytes: int) -> dict[str, Any]:
-    """Time torch.empty(pin_memory=True) for `nbytes` in pieces of 1 GiB."""
     start = time.perf_counter()
     sizes = [min(GIB, nbytes - done) for done in range(0, nbytes, GIB)]
     pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
@@ -94,7 +87,6 @@ def time_copies(issues: dict[str, Callable[[], None]], nbytes: int) -> dict[str,
 
 
 def measure_copies(nbytes: int, piece_bytes: int) -> dict[str, Any]:
-    """Time D2H, H2D and both at once through two leases of `nbytes`, and compare the returned bytes."""
     pool = HostPool(limit=2 * nbytes, pinned=True, slab_bytes=2 * nbytes)
     try:
         leases = [pool.lease(nbytes) for _ in range(2)]
@@ -116,16 +108,10 @@ def measure_copies(nbytes: int, piece_bytes: int) -> dict[str, Any]:
         pool.close(force=True)
 
 
-def describe_machine() -> dict[str, Any]:
-    """Return the versions and the hardware that the figures depend on."""
-    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return {
-        "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-        "kernel": platform.release(), "host_cores": len(os.sched_getaffinity(0)),
-        "transparent_huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else None,
-        "host_budget": asdict(safe_host_bytes(1)),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }  # fmt: skip
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    values = [[row.get(name, "") for name in rows[0]] for row in rows]
+    cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in line] for line in values]
+    print(Table([*rows[0]], cells).aligned, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,7 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--gib", type=float, default=32, help="GiB to reserve (default 32)")
     add("--repeat", type=int, default=1, help="how often they are reserved (default 1)")
     add("--compare", action="store_true", help="also time torch's pin_memory=True, for 4 GiB")
-    add("--copy-mib", type=int, default=1024, help="size of each copy test in MiB; 0 skips them")
     add("--unchecked", action="store_true", help="reserve even if the memory seems too small")
     add("--output", type=Path, help="write all figures to this JSON file")
     options, on_gpu = parser.parse_args(arguments), torch.cuda.is_available()
@@ -147,32 +132,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.zeros(1, device="cuda")  # create the context before anything is timed
     reserved = [measure_reservation(name, nbytes) for name in ("pages (cold)", *["pages"] * options.repeat)]
     reserved += [measure_pin_memory(4 * GIB)] if options.compare and on_gpu else []
-    print(Table.of(reserved, {
-        "reserving": lambda row: row["variant"],
-        "GiB": lambda row: cell_ms(row["gib"]),
-        "slabs": lambda row: row.get("num_slabs"),
-        "s": lambda row: cell_gib(row["book_s"]),
-        "GiB/s": lambda row: cell_gib(row["gib_per_s"]),
-        "touched s": lambda row: cell_gib(row.get("touch_s")),
-        "registered s": lambda row: cell_gib(row.get("register_thread_s")),
-        "closed s": lambda row: cell_gib(row.get("close_s")),
-    }).aligned, flush=True)  # fmt: skip
+    show(reserved)
     copies: list[dict[str, Any]] = []
-    if on_gpu and options.copy_mib > 0:
-        copies = [measure_copies(options.copy_mib * MIB, piece_mib * MIB) for piece_mib in PIECES_MIB]
-        print(Table.of(copies, {
-            "GB/s: pieces of MiB": lambda row: row["piece_mib"],
-            "D2H": lambda row: cell_ms(row["d2h_gb_per_s"]),
-            "H2D": lambda row: cell_ms(row["h2d_gb_per_s"]),
-            "both: D2H": lambda row: cell_ms(row["both_d2h_gb_per_s"]),
-            "both: H2D": lambda row: cell_ms(row["both_h2d_gb_per_s"]),
-            "content": lambda row: "equal" if row["equal"] else "DIFFERENT",
-        }).aligned, flush=True)  # fmt: skip
+    if on_gpu:
+        copies = [measure_copies(GIB, piece_mib * MIB) for piece_mib in PIECES_MIB]
+        show(copies)
     else:
-        print("copies: skipped, " + ("--copy-mib 0" if on_gpu else "no CUDA device"))
+        print("copies: skipped, no CUDA device")
     if options.output is not None:
         command = ["tools/check_slab.py", *(sys.argv[1:] if arguments is None else arguments)]
-        figures = {"command": command, "machine": describe_machine(), "booking": reserved, "copies": copies}
+        figures = {"command": command, **facts(), "booking": reserved, "copies": copies}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
     return 0 if all(row["equal"] and row["is_pinned"] for row in copies) else 1

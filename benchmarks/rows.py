@@ -1,7 +1,5 @@
 """Result rows: one JSON object per line, with the same fields in every file of docs/results."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +13,7 @@ GIB, MIB = 2**30, 2**20
 Row = dict[str, Any]
 Check = Callable[[Row, str], None]
 """Raises `RowError` unless a row matches its schema. The second argument names the row's file and line."""
-Fields = Mapping[str, tuple[type, ...]]
-"""The types of each field."""
+Fields = Mapping[str, tuple[type, ...]]  # The types of each field
 
 NOT_READY, NOT_STABLE = "not ready", "not stable"
 """Outcomes of runs whose times do not count. Not ready: a measurement or plan file that the run needs is missing. Not
@@ -30,15 +27,10 @@ OUTCOME = re.compile(
     r"failed \(-?\d+\)|missing: \S+"
 )
 WORDS = {
-    "oom_device": "out of device memory",
-    "oom_host": "out of host memory",
-    "oom_disk": "out of disk",
-    "refused": "refused by upstream",
-    "timeout": "stopped: too slow",
-    NOT_READY: "could not begin",
-    NOT_FALLING: "the loss did not fall",
-    NOT_STABLE: "timed before its plan was stable",
-}
+    "oom_device": "out of device memory", "oom_host": "out of host memory", "oom_disk": "out of disk",
+    "refused": "refused by upstream", "timeout": "stopped: too slow", NOT_READY: "could not begin",
+    NOT_FALLING: "the loss did not fall", NOT_STABLE: "timed before its plan was stable",
+}  # fmt: skip
 _NUMBER = (int, float)
 _NAMED: Fields = {
     **dict.fromkeys(("suite", "case", "method", "flags", "outcome", "commit", "command"), (str,)),
@@ -82,19 +74,16 @@ class RowError(ValueError):
 
 
 def peak_gib(row: Row) -> float | None:
-    """Return the peak that counts for a row, in GiB; ``None``: not measured."""
     found = row.get(PEAKS[row.get("peak") or "allocated"])
     return None if found is None else float(found)
 
 
 def outcome(row: Row) -> str:
-    """Return the outcome of a run in words."""
     found: str = row["outcome"]
     return WORDS.get(found, found.replace("missing:", "not installed:"))
 
 
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows by case, in their order."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["case"], []).append(row)
@@ -102,7 +91,6 @@ def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def check_row(row: Row, where: str = "row") -> None:
-    """Raise ``RowError`` unless ``row`` has every field with a value of its type."""
     name = _name(row, where)
     is_ok = row.get("outcome") == "ok"
     check_fields(row, name, _NAMED)
@@ -121,13 +109,7 @@ def check_row(row: Row, where: str = "row") -> None:
         check_fields({"step_ms_all[]": step_ms}, name, {"step_ms_all[]": _NUMBER})
 
 
-def is_sweep(row: Row) -> bool:
-    """Return whether a row belongs to a sweep."""
-    return "axis" in row
-
-
 def check_sweep_row(row: Row, where: str = "row") -> None:
-    """Raise ``RowError`` unless ``row`` matches the schema of sweep rows."""
     check_row(row, where)
     name = _name(row, where)
     check_fields(row, name, _SWEPT)
@@ -140,7 +122,6 @@ def check_sweep_row(row: Row, where: str = "row") -> None:
 
 
 def check_fields(row: Row, name: str, fields: Fields, is_needed: bool = True) -> None:
-    """Raise ``RowError`` for a field that is missing or of another type, or null although it is needed."""
     for field, types in fields.items():
         if field not in row:
             raise RowError(f"{name}: field {field!r} is missing")
@@ -158,11 +139,7 @@ def _name(row: Row, where: str) -> str:
 
 
 def read_rows(path: Path, check: Check = check_row) -> list[Row]:
-    """Return the checked rows of a file. Rows from before the planner lack its fields: they become null.
-
-    Raises:
-        RowError: the file is no text, a line is no JSON object, or a row does not keep to the schema.
-    """
+    """Return the checked rows of a file. Rows from before the planner lack its fields: they become null."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:

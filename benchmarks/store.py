@@ -1,7 +1,5 @@
 """Write result files: each row as it comes, resumable, and never by two programs at once."""
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,17 +14,7 @@ class StoreError(ValueError):
 
 
 class ResultStore:
-    """The rows of one result file. Every change is written at once, so that an interruption loses nothing.
-
-    Args:
-        path: the file; `None`: rows are kept in memory only.
-        resume: continue an existing file; without it an existing file is refused.
-        check: raises `RowError` for a row that does not belong in the file.
-
-    Raises:
-        StoreError: the file exists and `resume` is false.
-        RowError: the file does not hold such rows.
-    """
+    """The rows of one result file, in memory only without ``path``. Every change is written at once."""
 
     def __init__(self, path: Path | None, *, resume: bool, check: Check = check_row) -> None:
         self._path = path
@@ -39,21 +27,17 @@ class ResultStore:
         self.rows = read_rows(path, check)
 
     def append(self, row: Row) -> None:
-        """Append a row. Raises: `RowError`."""
         self.replace([*self.rows, row])
 
     def replace(self, rows: Sequence[Row]) -> None:
-        """Replace all rows. Raises: `RowError`; the file is then unchanged."""
         if self._path is not None:
             write_rows(self._path, rows, self._check)
         self.rows = list(rows)
 
     def refuse(self, reason: str) -> StoreError:
-        """Return the error for a row of the file that is not comparable with rows of this run."""
         return StoreError(f"--resume: {self._path} has {reason}. Name another --output.")
 
     def require_same(self, label: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Raise `StoreError` unless the row ``label`` of the file has the values of this run, ``now``."""
         for field, value in now.items():
             if there[field] != value:
                 raise self.refuse(
@@ -62,11 +46,6 @@ class ResultStore:
 
 
 def check_beside(path: Path) -> None:
-    """Refuse to overwrite a table or a picture that was not made from this result file; they share its name.
-
-    Raises:
-        StoreError: names the file that would be overwritten.
-    """
     for other in (path.with_suffix(".md"), path.with_suffix(".png")):
         if other.exists() and (not path.exists() or not path.stat().st_size or not other.is_file()):
             raise StoreError(f"--output {path}: {other} is there, and would be overwritten. Name another file.")
@@ -74,11 +53,7 @@ def check_beside(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock a result file: two programs that rewrite it would lose each other's rows.
-
-    Raises:
-        StoreError: another program has locked it, the path is no regular file, or it cannot be written.
-    """
+    """Lock a result file: two programs that rewrite it would lose each other's rows."""
     if path.exists() and not path.is_file():
         raise StoreError(f"--output {path} is no file")
     real = path.resolve()  # links to one file must share its lock

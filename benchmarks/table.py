@@ -14,23 +14,18 @@ NUMERIC = re.compile(r"–|yes|\*\*no\*\*|not compared|[-+\d.,]+ ?%?(?: \([-\d.,
 
 @dataclass(frozen=True)
 class Table:
-    """A table; cells are strings as they are printed."""
-
     head: list[str]
     rows: list[list[str]]
 
     @staticmethod
     def of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> Table:
-        """Build a row for each item; ``columns``: a function of the item for each column's name."""
         return Table([*columns], [[_text(value(item)) for value in columns.values()] for item in items])
 
     def __str__(self) -> str:
         """Return Markdown with number columns aligned right and the first column left."""
-        sides = ["---", *("---:" if self._is_numeric(column) else "---" for column in range(1, len(self.head)))]
+        columns = [[row[column] for row in self.rows] for column in range(1, len(self.head))]
+        sides = ["---", *("---:" if all(map(NUMERIC.fullmatch, column)) else "---" for column in columns)]
         return "\n".join(f"| {' | '.join(line)} |" for line in [self.head, sides, *self.rows])
-
-    def _is_numeric(self, column: int) -> bool:
-        return all(NUMERIC.fullmatch(row[column]) is not None for row in self.rows)
 
     def without_empty_columns(self) -> Table:
         filled = [column for column in range(len(self.head)) if any(row[column] for row in self.rows)]
@@ -39,7 +34,6 @@ class Table:
 
     @property
     def aligned(self) -> str:
-        """Return the table for a terminal."""
         lines = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         padded = ([text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in lines)

@@ -1,7 +1,5 @@
 """What benchmarks of transformers models share: options, a model, a loss in chunks, times, memory, and their row."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
@@ -16,42 +14,31 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.plan import Infeasible
 
-CHUNK = 4096
-"""Tokens whose logits exist at once."""
+CHUNK = 4096  # Tokens whose logits exist at once
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30
 SETTINGS: dict[str, Any] = {} if DEVICE == "cuda" else {"min_mib": 0.0, "host_gib": 0.1}
 """Arguments of ``swap.activations``, so that it also swaps what a tiny model saves on the CPU."""
-MOST_STEPS = 38
-"""By then a planner has chosen."""
-NOTHING, CHECKPOINTING = "nothing", "checkpointing"
-"""Methods of every program: no saving, and transformers' own."""
+MOST_STEPS = 38  # By then a planner has chosen
+NOTHING, CHECKPOINTING = "nothing", "checkpointing"  # Methods of every program: no saving, and transformers' own
 CHECKPOINT = {"use_reentrant": False}
-QWEN3_8B = {"hidden-size": 4096, "vocab-size": 151936}
-"""Options of ``model_of``. Other sizes follow, as in Qwen3-8B."""
+QWEN3_8B = {"hidden-size": 4096, "vocab-size": 151936}  # Options of `model_of`. Other sizes follow, as in Qwen3-8B.
 
 
 def new_parser(text: str | None, options: dict[str, Any]) -> argparse.ArgumentParser:
-    """Return a parser of ``--NAME VALUE`` options; ``text`` describes them.
-
-    ``options``: a default for each name, whose type the value gets; a type has no default; of a tuple the value is one
-    element, by default the first.
-    """
+    """Return a parser of ``--NAME VALUE`` options. ``options``: a default for each, or a type without a default."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, given in options.items():
         if isinstance(given, bool):
             parser.add_argument(f"--{name}", action="store_true")
         elif isinstance(given, type):
             parser.add_argument(f"--{name}", type=given)
-        elif isinstance(given, tuple):
-            parser.add_argument(f"--{name}", choices=given, default=given[0])
         else:
             parser.add_argument(f"--{name}", type=type(given), default=given)
     return parser
 
 
 def model_of(options: argparse.Namespace, dtype: torch.dtype) -> Any:
-    """Return a model of the shape of Qwen3-8B, with sizes by the options, on the device."""
     heads = max(4, options.hidden_size // 128)
     config = transformers.Qwen3Config(
         num_hidden_layers=options.layers, hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
@@ -74,7 +61,6 @@ def loss_of(head: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, c
 
 
 def timed(step: Callable[[], object], number: int) -> float:
-    """Return the milliseconds that a step takes, of ``number`` steps in a row."""
     synchronize()
     start = time.perf_counter()
     for _ in range(number):
@@ -89,14 +75,12 @@ def synchronize() -> None:
 
 
 def peaks() -> dict[str, Any]:
-    """Return the most device memory so far, allocated and reserved; 0 without a GPU."""
     on_gpu = DEVICE == "cuda"
     allocated, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if on_gpu else (0, 0)
     return {"allocated_gib": round(allocated / GIB, 3), "peak_reserved_gib": round(reserved / GIB, 3)}
 
 
 def settle(step: Callable[[], object], swapped: object, num_steps: int) -> None:
-    """Run steps until the plan of ``swapped`` is stable, if it plans. ``num_steps`` have been run."""
     if isinstance(swapped, swap.Run) and swapped.stats().budget_gib is not None:
         while swapped.stats().stage != "stable" and num_steps < MOST_STEPS:
             step()
@@ -104,7 +88,6 @@ def settle(step: Callable[[], object], swapped: object, num_steps: int) -> None:
 
 
 def plan_of(swapped: object) -> dict[str, Any]:
-    """Return what the planner of ``swapped`` has predicted, if it plans."""
     if not isinstance(swapped, swap.Run) or swapped.stats().budget_gib is None:
         return {}
     stats = swapped.stats()
@@ -112,7 +95,6 @@ def plan_of(swapped: object) -> dict[str, Any]:
 
 
 def print_row(measure: Callable[[argparse.Namespace], dict[str, Any]], options: argparse.Namespace) -> None:
-    """Measure and print the row as JSON, or that there was no memory, or no plan for the budget."""
     try:
         row = measure(options)
     except torch.OutOfMemoryError:

@@ -11,12 +11,11 @@ Every run is a separate process of the real trainer (pretrain_gpt_swap.py), in t
 command, the machine and the results.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,26 +30,10 @@ from benchmarks.store import ResultStore, locked
 
 NUM_WARM_UP = 3
 
-COMMON = (
-    "--bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --lr 1e-4 --min-lr 1e-5 "
-    "--lr-decay-style constant --eval-iters 0 --eval-interval 100000 --log-interval 1 --no-masked-softmax-fusion "
-    "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader "
-    "--distributed-timeout-minutes 5 --no-gradient-accumulation-fusion"
-)
-LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
-SHAPES = {
-    "L16-h4096": f"--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
-    f"--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 {LLAMA}",
-    "L4-h8192": f"--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
-    f"--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
-    f"--micro-batch-size 2 {LLAMA}",
-    "L32-h2048": f"--num-layers 32 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 "
-    f"--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 {LLAMA}",
-    "L8-h1024": "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
-    "--max-position-embeddings 2048 --micro-batch-size 2",
-    "tiny": "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --swap-min-mib 0.001",
-}
+DEFINITIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+MOE: str = DEFINITIONS["moe"]
+SHAPES: dict[str, str] = DEFINITIONS["shapes"]
+RANKS = {case: (num_ranks, split.replace("{moe}", MOE)) for case, (num_ranks, split) in DEFINITIONS["ranks"].items()}
 SUMMARY_FIELDS = (
     "swapped_out_bytes", "swapped_in_bytes", "swapped_layers", "wait_ms", "num_late", "stayed_bytes", "losses",
     "grad_norms", "num_rescues", "rescued_bytes", "short_bytes",
@@ -63,47 +46,26 @@ NULL_WHERE_FAILED = (
     "step_ms_median", "step_ms_all", "first_step_ms", "device_peak_gib", "device_static_gib", "device_reserved_gib",
     "host_peak_gib", "tokens_per_s", "num_params", "loss_hex", "losses_equal",
 )  # fmt: skip
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--disable-bias-linear"
-)
-RANKS = {
-    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2": (2, "--pipeline-model-parallel-size 2"),
-    "pp2-vpp": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"),
-    "dp2-distopt": (2, "--use-distributed-optimizer"),
-    "tp2-sp-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
-    "pp4-vpp2": (4, "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"),
-    "ep2-dp2": (4, f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer"),
-    "ep2": (2, f"{MOE} --expert-model-parallel-size 2"),
-    "cp2": (2, "--context-parallel-size 2"),
-    "cp2-dp2": (4, "--context-parallel-size 2 --use-distributed-optimizer"),
-}
-"""The ranks of each way to split, and its flags."""
 USUAL = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": ["tp2-sp", "pp2", "pp2-vpp", "dp2-distopt"]}
 """The cases of each kind of comparison without ``--case``."""
 NOTHING, EVERYTHING = "--swap-layers none", "--swap-layers all"
 
 
 class Verifier:
-    """Make training runs with the options of the command line. ``facts``: of this machine."""
-
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
         self.options = options
         self.on_gpu = facts["machine"]["gpu"] != "none"
         self.link: dict[str, float] = facts["link"]
 
     def flags(self, spec: str, shape: str, more: str) -> str:
-        """Return the training flags of a run, as far as they are no setting of it."""
         fusions = ("bias-gelu", "bias-dropout", "bias-swiglu", "rope")
         on_cpu = "--distributed-backend gloo " + " ".join(f"--no-{name}-fusion" for name in fusions)
         norm = "--no-persist-layer-norm " if spec == "local" else ""
         device = "" if self.on_gpu else f"{on_cpu} "
         steps = f"--train-iters {self.options.steps}"
-        return f"--transformer-impl {spec} {norm}{SHAPES[shape]} {COMMON} {device}{more} {steps}"
+        return f"--transformer-impl {spec} {norm}{SHAPES[shape]} {DEFINITIONS['common']} {device}{more} {steps}"
 
     def run(self, name: str, flags: str, *, num_ranks: int = 1, timeout_s: int = 400) -> Row:
-        """Make one training run and return the measured part of its row, with its `outcome`."""
         request = Request(tuple(shlex.split(flags)), num_warm_up=NUM_WARM_UP, has_phases=True, has_summary=True)
         finished = launch.run(request, on_gpu=self.on_gpu, num_ranks=num_ranks, timeout_s=timeout_s)
         row: Row = {"method": name, "flags": flags, "num_ranks": num_ranks, "outcome": finished.outcome}
@@ -120,7 +82,6 @@ class Verifier:
 
 
 def measured(result: dict[str, Any]) -> Row:
-    """Return the fields of a row from a process's measurements and the summary file of the run."""
     summary = result.pop("summary")
     planning = result.pop("planning") or {}
     return {
@@ -149,7 +110,6 @@ def equality(verifier: Verifier) -> Iterator[Row]:
 
 
 def ranks(verifier: Verifier) -> Iterator[Row]:
-    """Compare losses, gradient norms and weights on several ranks, for each way of splitting the model or the data."""
     options = verifier.options
     settings = [EVERYTHING] if options.settings is None else options.settings
     for case in options.case:
@@ -160,10 +120,7 @@ def ranks(verifier: Verifier) -> Iterator[Row]:
 
 
 def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> Iterator[Row]:
-    """Train with each of the settings (our flags) and compare with the first completed run.
-
-    With ``--budget-share``, the last run has a budget of this share of the memory that the first one reserved.
-    """
+    """Train with each of the settings (our flags) and compare with the first completed run."""
     options = verifier.options
     first: Row | None = None
     for setting in [*settings, *([None] if options.budget_share is not None else [])]:
@@ -188,11 +145,6 @@ def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_
 
 
 def overhead(verifier: Verifier) -> Iterator[Row]:
-    """Measure step times and peaks: no layer swapped, all layers, and as many as forward hides.
-
-    Raises:
-        ChoiceError: there is no GPU.
-    """
     options, link = verifier.options, verifier.link
     if not verifier.on_gpu:
         raise ChoiceError("overhead needs a GPU: step times of the emulation mean nothing")
@@ -220,12 +172,6 @@ def overhead(verifier: Verifier) -> Iterator[Row]:
 
 
 def verify(options: argparse.Namespace, command: str) -> int:
-    """Make the runs, add their rows to the file, and return the exit status.
-
-    Raises:
-        RowError: the output file does not hold rows.
-        ChoiceError, MemoryHogError: this machine cannot do what the options ask for.
-    """
     store = ResultStore(options.output, resume=True)  # first: a file without rows is refused before measuring
     num_earlier = len(store.rows)
     facts = machine.facts()
@@ -248,7 +194,6 @@ def verify(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status. ``arguments``: `None`: those of this process."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = new_parser(__doc__)
     add = parser.add_argument

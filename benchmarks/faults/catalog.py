@@ -14,8 +14,6 @@
     tests = []                       # optional: tests that run before those of the room
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,13 +30,6 @@ class FaultError(SuiteError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: ``old``, which occurs once in ``file``, becomes ``new``.
-
-    Attributes:
-        why: what a user would suffer.
-        tests: tests that run before those of the room.
-    """
-
     id: str
     file: str
     old: str
@@ -52,11 +43,6 @@ class Fault:
         return hashlib.sha256("\0".join((self.file, self.old, self.new)).encode()).hexdigest()[:16]
 
     def planted(self, root: Path) -> str:
-        """Return the text of the file with the fault in it.
-
-        Raises:
-            FaultError: the file is missing, or ``old`` does not occur exactly once in it.
-        """
         try:
             text = (root / self.file).read_text()
         except OSError as error:
@@ -69,12 +55,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Room:
-    """The faults of one room, and the tests that are to catch them.
-
-    Attributes:
-        tests: unit tests of the room.
-        equality: tests that compare whole training runs. They run last.
-    """
+    """The faults of one room, its unit tests, and tests that compare whole training runs, which run last."""
 
     name: str
     tests: tuple[str, ...]
@@ -82,20 +63,13 @@ class Room:
     faults: tuple[Fault, ...]
 
     def tests_for(self, fault: Fault) -> list[str]:
-        """Return the tests to run for ``fault``, in order."""
         return list(dict.fromkeys([*fault.tests, *self.tests, *self.equality]))
 
     def all_tests(self) -> list[str]:
-        """Return every test that any fault of the room runs: those of the control run."""
         return list(dict.fromkeys(test for fault in self.faults for test in self.tests_for(fault)))
 
 
 def load_rooms(folder: Path = DEFINITIONS) -> list[Room]:
-    """Return all rooms of ``folder``.
-
-    Raises:
-        SuiteError: a file is not as the module docstring says, or an id is used twice.
-    """
     rooms = [_room(path) for path in sorted(folder.glob("*.toml"))]
     seen: set[str] = set()
     for fault in (fault for room in rooms for fault in room.faults):
@@ -130,11 +104,6 @@ def _strings(table: Table, key: str, default: Sequence[str] | None = None) -> tu
 
 
 def select(rooms: Sequence[Room], ids: Sequence[str]) -> list[tuple[Room, Fault]]:
-    """Return the faults of these ids, or all if there are none.
-
-    Raises:
-        SuiteError: there is no such fault.
-    """
     pairs = [(room, fault) for room in rooms for fault in room.faults]
     check_names("--only", ids, [fault.id for _, fault in pairs])
     return [(room, fault) for room, fault in pairs if not ids or fault.id in ids]

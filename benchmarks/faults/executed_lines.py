@@ -6,8 +6,6 @@ writes lines to a file named after the running test. The pytest worker and all p
 its lines to all tests of their file; lines that run at import have no test.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

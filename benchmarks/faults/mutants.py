@@ -3,14 +3,11 @@
     python -m benchmarks.faults.mutants --count 200 --seed 1 --size short --output FILE
 
 A mutant is one small change of the code: another comparison or operator, a negated condition, a number that is one
-larger, a call that is left out. Sites are drawn with equal chances. The tests run once first, to learn which of them
-execute which lines (FILE.SIZE.lines; made anew at another commit). Each mutant then gets the tests that execute its
-statement, the fastest first, up to the first that fails. A reader says which of the survivors change nothing, and what
-became of tests that are not collected: the change has broken an import, or has given tests other names. The machine
-should be idle otherwise: tests that fail or are slow in the first run are left out, as a line says.
+larger, a call that is left out. The tests run once first, to learn which of them execute which lines (FILE.SIZE.lines;
+made anew at another commit). Each mutant then gets the tests that execute its statement, the fastest first, up to the
+first that fails. A reader says which of the survivors change nothing, and what became of tests that are not collected.
+The machine should be idle otherwise: tests that fail or are slow in the first run are left out.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
@@ -45,18 +42,13 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.Mod: ("%", "*"), ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&"),
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-NOT_CODE = ("annotation", "returns", "type_params", "decorator_list")
-"""Fields of a node in which nothing is changed."""
+NOT_CODE = ("annotation", "returns", "type_params", "decorator_list")  # Fields of a node in which nothing is changed
 NUM_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Bytes ``start`` to ``stop`` of ``file`` become ``new``.
-
-    Attributes:
-        lines: first and last line of the statement, or of its head; outside functions those of the file.
-    """
+    """Bytes ``start`` to ``stop`` of ``file`` become ``new``. ``lines``: of the statement, or of its head."""
 
     file: str
     start: int
@@ -71,14 +63,11 @@ class Mutant:
         return hashlib.sha256(f"{self.file} {self.start} {self.stop} {self.new}".encode()).hexdigest()[:8]
 
     def planted(self, root: Path) -> str:
-        """Return the text of the file with the change in it."""
         text = (root / self.file).read_bytes()
         return (text[: self.start] + self.new.encode() + text[self.stop :]).decode()
 
 
 class _File:
-    """Finds the sites of one file."""
-
     def __init__(self, name: str, text: bytes) -> None:
         self._name, self._text = name, text
         self._starts = [0, *(place + 1 for place, byte in enumerate(text) if byte == ord("\n"))]
@@ -133,21 +122,12 @@ class _File:
         return self._text[start:stop].decode()
 
     def _between(self, left: Any, right: Any, old: str, new: str) -> tuple[int, int, str]:
-        """Replace the operator ``old`` between two operands."""
         start, stop = self._span(left)[1], self._span(right)[0]
         return start, stop, self._text[start:stop].decode().replace(old, new, 1)
 
 
 def mutants(files: Sequence[str], root: Path = ROOT) -> list[Mutant]:
-    """Return all mutants of ``files``, in order."""
     return [mutant for file in files for mutant in _File(file, (root / file).read_bytes()).mutants()]
-
-
-def files_of(folders: Sequence[str], root: Path = ROOT) -> list[str]:
-    """Return the Python files of these folders and files of the package."""
-    places = (root / "megatron/swap" / folder for folder in folders)
-    found = (path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place]))
-    return [str(path.relative_to(root)) for path in found]
 
 
 class _Recorder:
@@ -160,9 +140,7 @@ class _Recorder:
 
 
 def record(tests: Sequence[str]) -> dict[str, Any]:
-    """Run ``tests`` once. Return the names of those that pass, the fastest first, and ``lines``: for each file and line
-    the numbers of the tests that execute it. Number 0 stands for the import of modules.
-    """
+    """Run ``tests`` once. Return those that pass, the fastest first, and which ones execute each line."""
     with own_folder("swap-executed-lines-") as (folder, _):
         running = folder / "running"
         running.write_text(name_of(""))
@@ -187,7 +165,6 @@ def record(tests: Sequence[str]) -> dict[str, Any]:
 
 
 def executing_tests(mutant: Mutant, executed: dict[str, Any]) -> list[str]:
-    """Return the tests that execute the statement, the fastest first; if it runs at import, those of its file."""
     of_file = executed["lines"].get(mutant.file, {})
     numbers = {number for line in range(mutant.lines[0], mutant.lines[1] + 1) for number in of_file.get(str(line), ())}
     if numbers == {0}:
@@ -206,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="rows are appended; mutants with one do not run")
     options = parser.parse_args(argv)
     os.environ |= {"SWAP_TESTS": options.size, "MEGATRON_SWAP_PYTHON": sys.executable}
-    found = mutants(files_of(options.folders))
+    places = [PACKAGE / folder for folder in options.folders]
+    paths = [path for place in places for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
+    found = mutants([str(path.relative_to(ROOT)) for path in paths])
     chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
     rows = options.output.read_text().splitlines() if options.output.exists() else []
     known = {row["id"]: row for row in map(json.loads, rows) if row["size"] == options.size}

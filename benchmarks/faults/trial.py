@@ -1,7 +1,5 @@
 """Runs tests in a copy of the tree, with a fault in it or without."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -29,21 +27,11 @@ RETYPED = "plant it anew"
 """In the error of a test that plants a fault itself and does not find its text. Such a test sees that the code differs,
 not that it is wrong, so it is left out and the others go on."""
 MAX_ERROR_CHARS = 160
-TEST_TIMEOUT_S = 90
-"""A single test that takes longer fails."""
+TEST_TIMEOUT_S = 90  # A single test that takes longer fails
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one trial.
-
-    Attributes:
-        outcome: one of the constants above.
-        test: the first test that failed.
-        error: the first line of its error.
-        seconds: duration of the tests.
-    """
-
     outcome: str
     test: str = ""
     error: str = ""
@@ -51,8 +39,6 @@ class Outcome:
 
 
 def copy_tree(root: Path, target: Path) -> None:
-    """Copy the tree at ``root`` to ``target``, without what tests do not need."""
-
     def ignore(folder: str, names: list[str]) -> Collection[str]:
         not_needed = NOT_COPIED if Path(folder) == root else set()
         return {name for name in names if name in not_needed or name.endswith(("__pycache__", "_cache"))}
@@ -61,8 +47,6 @@ def copy_tree(root: Path, target: Path) -> None:
 
 
 class Change(Protocol):
-    """A fault, or a mutant."""
-
     @property
     def file(self) -> str: ...
 
@@ -70,11 +54,6 @@ class Change(Protocol):
 
 
 def run_trial(root: Path, fault: Change | None, tests: Sequence[str], timeout_s: float) -> Outcome:
-    """Run ``tests`` in a copy of the tree at ``root`` with ``fault`` in it; ``None``: a control run.
-
-    Raises:
-        FaultError: the fault does not apply.
-    """
     with own_folder("swap-fault-") as (folder, _):
         scratch = folder.resolve()
         tree = scratch / "tree"

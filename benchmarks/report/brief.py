@@ -1,7 +1,5 @@
 """The tables of docs/benchmarks.md: one a claim, each beside the best other methods."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +34,6 @@ NUM_WORST = 3
 
 @dataclass(frozen=True)
 class Brief:
-    """Computed tables and figures of the brief page; a part without results is ``None`` or empty."""
-
     results: Results
 
     def rows(self, *suites: str) -> list[Row]:
@@ -48,7 +44,6 @@ class Brief:
 
     @property
     def equality(self) -> Table | None:
-        """Count the runs that were compared bit for bit with a run without Megatron Swap, and those that are equal."""
         places = {
             "one GPU": ["prove-equality"],
             "two and four GPUs: tensor, pipeline, context, expert, data parallel": ["prove-ranks"],
@@ -66,7 +61,6 @@ class Brief:
 
     @property
     def planned(self) -> list[tuple[str, Table]]:
-        """Return a title and the table of planned runs and the best other methods, model by model."""
         cases = {case: rows for case in PLANNER_MODELS if (rows := self.case("h200-planner", case))}
         return [
             (f"{names.model(rows[0])} [{case}]", methods_table(planned_shown(rows), rows))
@@ -82,7 +76,6 @@ class Brief:
         return self._side_by_side("h200-long-context", ("L16-32k", "L6-128k"))
 
     def _side_by_side(self, suite: str, cases: Sequence[str]) -> Table | None:
-        """Build one table of several models, a method a line; peaks are allocated and (reserved) memory."""
         found = {case: rows for case in cases if (rows := self.case(suite, case))}
         ordered = [row for rows in found.values() for row in by_peak(rows) if row["outcome"] == "ok"]
         head = ["method"]
@@ -101,7 +94,6 @@ class Brief:
 
     @property
     def other_models(self) -> Table | None:
-        """Build the table of runs of a mixture of experts and of changing lengths that plan themselves."""
         cases = {case: self.case("h200-planner", case) for case in OTHER_MODELS}
         found = [
             (row, _none(rows)) for rows in cases.values() for row in by_peak(rows)
@@ -117,7 +109,6 @@ class Brief:
 
     @property
     def prediction(self) -> dict[str, str] | None:
-        """Return how many planned runs kept their budget, and the largest errors of peak and step time."""
         cases = by_case(self.rows("h200-planner", "h200-optimizer"))
         points = [point for rows in cases.values() for point in planner.points(rows)]
         return {
@@ -141,7 +132,6 @@ class Brief:
 
     @property
     def sweep(self) -> Table | None:
-        """Build the table of the largest model by method."""
         rows = [row for row in self.results.sweeps.get("h200-depth", []) if row["method"] in SWEPT]
         best = [one.best for one in sweep_table.largest_by_method(rows) if one.best is not None]
 
@@ -158,7 +148,6 @@ class Brief:
 
     @property
     def sequences(self) -> str | None:
-        """Return the longest sequence that each method trains, in a line."""
         found = sweep_table.largest_by_method(self.results.sweeps.get("h200-sequence", []))
         best = [row for one in found if (row := one.best) is not None]
         parts = [f"{'**ours**' if row['is_ours'] else names.method(row)} {names.tokens(row['value'])}" for row in best]
@@ -166,14 +155,12 @@ class Brief:
 
     @property
     def sweep_model(self) -> str:
-        """Return width and sequence length of the models that the sweep trains."""
         row = self.results.sweeps["h200-depth"][0]
         length = names.model({**row, "num_params": None, "params": None})
         return f"hidden size {int(value(row, '--hidden-size') or 0):,}, {length}"
 
     @property
     def guard(self) -> Table | None:
-        """Build the table of runs on one GPU, undisturbed, that do not fit without the guard or a plan."""
         rows = guard.guarded(self.rows("prove-equality"))
         alone = [row for row in rows if not row.get("held_gib") and row["command"] == rows[0]["command"]]
         return _table(alone, {
@@ -186,7 +173,6 @@ class Brief:
 
     @property
     def guard_is_equal(self) -> bool:
-        """Return whether all guarded runs that train have the losses, norms and weights of their reference."""
         rows = guard.guarded(self.rows("prove-equality"))
         return all(line[-1].startswith(("yes", "reference", ABSENT)) for line in guard.table(rows).rows)
 
@@ -207,7 +193,6 @@ class Brief:
 
     @property
     def examples(self) -> Table | None:
-        """Build the table of the models that are not Megatron's."""
         table = _table(self.results.examples, {
             "script": lambda one: f"`{one.script}`",
             "GPU GiB: plain": lambda one: _gib(one.plain[1]),
@@ -219,7 +204,6 @@ class Brief:
 
     @property
     def better(self) -> Table | None:
-        """Build the table of the other methods that beat all of our points within the same memory: one a model."""
         found = []
         for rows in self._benchmarks():
             lost = [loss for loss in compare.losses(rows) if loss.ours is not None]
@@ -234,7 +218,6 @@ class Brief:
 
     @property
     def worst(self) -> dict[str, str] | None:
-        """Return our point that another method beats by most within the same memory."""
         lost = [duel for duel in self._duels() if duel.faster is compare.Faster.BASELINE]
         if not lost:
             return None
@@ -247,7 +230,6 @@ class Brief:
 
     @property
     def tally(self) -> dict[str, int] | None:
-        """Count our points by which side is faster within the same memory; ``alone``: no other method fits."""
         found = {"points": 0, "ours": 0, "baseline": 0, "neither": 0, "alone": 0}
         for duel in self._duels():
             found["points"] += 1
@@ -256,7 +238,6 @@ class Brief:
 
     @property
     def below(self) -> list[str]:
-        """Return, model by model, the other methods that need less memory than all of ours."""
         found = []
         for rows in self._benchmarks():
             mine = min((peak(row) for row in points(rows) if is_ours(row)), default=None)
@@ -267,7 +248,6 @@ class Brief:
         return found
 
     def _benchmarks(self) -> list[list[Row]]:
-        """Return the rows of each case with other methods beside ours."""
         cases = [rows for suite in BENCHMARKS for rows in by_case(self.rows(suite)).values()]
         is_other = lambda row: not is_ours(row) and row["method"] not in (NONE, REPEAT)  # noqa: E731
         return [rows for rows in cases if any(map(is_other, rows))]
@@ -284,10 +264,7 @@ class Brief:
 
 
 def planned_shown(rows: Sequence[Row]) -> list[Row]:
-    """Return the planned runs found in training, the unswapped run, and the other methods that none of them beats.
-
-    The fastest run that offloads with Megatron's own means is shown as well.
-    """
+    """Return the runs that planned themselves, `none`, others that none beats, and the nearest that offloads."""
     rows = comparable(rows)
     others = [row for row in rows if not is_ours(row) and row["method"] != REPEAT]
     best = on_frontier(others)
@@ -300,7 +277,6 @@ def planned_shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def methods_table(shown: Sequence[Row], rows: Sequence[Row]) -> Table:
-    """Build the table of some runs of one case: method, memory, step time."""
     none = _none(rows)
     return Table.of([row for row in by_peak(shown) if row["outcome"] == "ok"], {
         "method": _label,

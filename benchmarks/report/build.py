@@ -1,7 +1,5 @@
 """Build the pages from docs/results: read rows, fill the templates, write Markdown, check for changes."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator
@@ -23,16 +21,12 @@ from benchmarks.suites.table import methods_table
 
 HERE = Path(__file__).parent
 BRIEF, APPENDIX = "benchmarks.md", "appendix.md"
-FOLDER = "benchmarks"
-"""Folder of the appendix and the pictures, below the folder of the brief page."""
-MOST_TELLING = "h200-planner-l16-h4096.png"
-"""The picture that the brief page shows."""
+FOLDER = "benchmarks"  # Folder of the appendix and the pictures, below the folder of the brief page
+MOST_TELLING = "h200-planner-l16-h4096.png"  # The picture that the brief page shows
 FIRST = ("h200-dense", "h200-long-context", "h200-planner", "h200-optimizer")
 """The suites that come first, in this order."""
-PROVED = {"One GPU": "prove-equality", "Several GPUs": "prove-ranks"}
-"""The suites of runs that are compared to the bit."""
-FEWEST_POINTS = 4
-"""A case with fewer measured methods has a table and no picture."""
+PROVED = {"One GPU": "prove-equality", "Several GPUs": "prove-ranks"}  # The suites of runs that are compared to the bit
+FEWEST_POINTS = 4  # A case with fewer measured methods has a table and no picture
 SHOWN = (
     "suite", "case", "method", "outcome", "step_ms_median", "step_ms_min", "step_ms_max", "device_peak_gib", "is_ours",
     "losses_equal", "loss_max_rel_diff", "reference", "flags", "num_params",
@@ -43,7 +37,6 @@ SHOWN_WITH_PEAK = ("budget_gib", "peak", "device_reserved_gib")
 
 
 def build_suites(results: Results, pictures: Path) -> list[Suite]:
-    """Return the benchmarks in the results. What was compared to the bit alone has a section of its own."""
     names = [*(name for name in FIRST if name in results.suites), *results.suites]
     return [
         Suite(name, [Case(case, rows, _picture(pictures, name, rows)) for case, rows in cases.items()])
@@ -63,7 +56,6 @@ def _picture(folder: Path, suite: str, rows: list[Row]) -> Picture | None:
 
 
 def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Picture]]:
-    """Return the template's variables and the pictures that the report shows."""
     folder = output / FOLDER
     suites = build_suites(results, folder)
     swept = [SweepSection(name, rows, folder) for name, rows in results.sweeps.items()]
@@ -100,7 +92,6 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
 
 
 def _versions(results: Results) -> dict[str, list[str]]:
-    """Return every version of every package in the rows."""
     rows = [row for _, rows in results.files for row in rows]
     packages = sorted({package for row in rows for package, version in row["versions"].items() if version})
     return {
@@ -110,12 +101,10 @@ def _versions(results: Results) -> dict[str, list[str]]:
 
 
 def _relative(path: Path, start: Path) -> str:
-    """Return the link to ``path`` from a page in ``start``."""
     return path.resolve().relative_to(start.resolve(), walk_up=True).as_posix()
 
 
 def render(named: dict[str, Any], template: str = APPENDIX) -> str:
-    """Return a page in Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -129,12 +118,6 @@ def pages(named: dict[str, Any], output: Path) -> dict[Path, str]:
 
 
 def build(results: Path, output: Path) -> list[Path]:
-    """Write both pages and the pictures, and return their paths. A picture that shows its data already is left.
-
-    Args:
-        results: the folder docs/results.
-        output: the folder docs.
-    """
     named, pictures = context(read_results(results), output)
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     for picture in pictures:
@@ -146,14 +129,10 @@ def build(results: Path, output: Path) -> list[Path]:
 
 
 def check(results: Path, output: Path) -> list[str]:
-    """Return where the existing pages and the results disagree, and which predictions were changed; empty: none."""
     read = read_results(results)
     named, pictures = context(read, output)
     found = [line for path, text in pages(named, output).items() for line in _differences(path, text)]
     found += [f"{picture.path} is missing or shows other figures" for picture in pictures if not picture.is_current]
-    traced = [profile for group in read.profiles for profile in group.profiles]
-    stale = [path for profile in traced for path in profile.stale_pictures]
-    found += [f"{path} was not drawn from findings.json beside it" for path in stale]
     return [*found, *broken(results, [row for _, rows in read.files for row in rows])]
 
 

@@ -1,7 +1,5 @@
 """Cases, suites and sweeps, as the pages show them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,20 +17,16 @@ from benchmarks.table import Table, listed
 
 @dataclass
 class Case:
-    """One case of a benchmark suite, as the template shows it."""
-
     name: str
     rows: list[Row]
     picture: Picture | None
 
     @property
     def title(self) -> str:
-        """Return the model for people: ``3.5B, 4k tokens``."""
         return names.model(next((row for row in self.rows if row["num_params"]), self.rows[0]))
 
     @property
     def conditions(self) -> Iterator[str]:
-        """Yield sentences about what was trained, and what is special in this case's runs."""
         first, sizes = self.rows[0], shape(self.rows[0])
         rounds = max((row.get("num_rounds") or 1 for row in self.rows), default=1)
         yield (
@@ -49,7 +43,6 @@ class Case:
 
     @property
     def flagged(self) -> list[Row]:
-        """Return the methods whose losses differ by more than noise."""
         noise = losses.loss_noise(self.rows)
         return [row for row in self.rows if losses.is_beyond_noise(row, noise)]
 
@@ -60,16 +53,11 @@ class Case:
 
 @dataclass
 class Suite:
-    """A benchmark suite."""
-
     name: str
     cases: list[Case]
 
     def legend(self) -> list[tuple[str, str, str, str]]:
-        """Return name, description, added flags and case of each method.
-
-        The case is empty, and the method listed once, where the flags are the same in every case.
-        """
+        """Return name, description, added flags and case (empty if the flags are the same in all) of each method."""
         found: dict[str, dict[str, tuple[str, str]]] = {}
         for case in self.cases:
             others = [row for row in case.rows if row["method"] == "none"] or case.rows

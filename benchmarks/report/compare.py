@@ -1,7 +1,5 @@
 """Our points against the baselines of the same case: which is faster with no more memory."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,27 +10,21 @@ from benchmarks.rows import Row
 from benchmarks.suites.losses import REPEAT, comparable
 from benchmarks.suites.ranking import by_peak, fastest_within, on_frontier, peak, points
 
-LEAST_RATIO = 1.01
-"""A smaller ratio of step times counts as no difference."""
+LEAST_RATIO = 1.01  # A smaller ratio of step times counts as no difference
 
 
 class Faster(Enum):
     OURS = "ours"
     BASELINE = "baseline"
-    NEITHER = "neither"
-    """The middle halves of the step times overlap, or the medians differ by less than ``LEAST_RATIO``."""
+    NEITHER = "neither"  # The middle halves of the step times overlap, or the medians differ by less than `LEAST_RATIO`
 
 
 @dataclass(frozen=True)
 class Duel:
-    """One of our points and the fastest baseline at its peak or below."""
-
     ours: Row
-    baseline: Row | None = None
-    """`None`: no measured baseline fits."""
+    baseline: Row | None = None  # `None`: no measured baseline fits
     faster: Faster | None = None
-    ratio: float | None = None
-    """The slower step time ÷ the faster one."""
+    ratio: float | None = None  # The slower step time ÷ the faster one
 
 
 @dataclass(frozen=True)
@@ -40,8 +32,7 @@ class Loss:
     """A baseline that is clearly faster than all of our points that need no more memory."""
 
     baseline: Row
-    ours: Row | None = None
-    """Our fastest point at the baseline's peak or below; ``None``: none of our points fits there."""
+    ours: Row | None = None  # Our fastest point at the baseline's peak or below; `None`: none of our points fits there
     ratio: float = 1.0
 
 
@@ -55,7 +46,6 @@ def middle_half(row: Row) -> tuple[float, float]:
 
 
 def faster(ours: Row, baseline: Row) -> Faster:
-    """Return which of the two has clearly faster steps."""
     mine, theirs = middle_half(ours), middle_half(baseline)
     if ratio(ours, baseline) < LEAST_RATIO:
         return Faster.NEITHER
@@ -65,13 +55,11 @@ def faster(ours: Row, baseline: Row) -> Faster:
 
 
 def ratio(one: Row, other: Row) -> float:
-    """Return the slower median step time ÷ the faster one."""
     times = one["step_ms_median"], other["step_ms_median"]
     return float(max(times) / min(times))
 
 
 def duels(rows: Sequence[Row]) -> list[Duel]:
-    """Return a duel for each of our points of one case, from the lowest peak to the highest."""
     rows = comparable(rows)
     baselines = [row for row in rows if not is_ours(row)]
     found = []
@@ -83,10 +71,7 @@ def duels(rows: Sequence[Row]) -> list[Duel]:
 
 
 def losses(rows: Sequence[Row]) -> list[Loss]:
-    """Return the baselines on the baselines' own frontier that beat all our points at their peak or below.
-
-    ``none`` and its repeat are left out: they save no memory, and the tables compare each point with ``none`` anyway.
-    """
+    """Return the baselines on the baselines' own frontier that beat all our points at their peak or below."""
     rows = comparable(rows)
     mine = [row for row in points(rows) if is_ours(row)]
     others = [row for row in rows if not is_ours(row) and row["method"] not in ("none", REPEAT)]

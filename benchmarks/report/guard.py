@@ -1,7 +1,5 @@
 """The out-of-memory guard: runs for which the device is too small."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks.flags import is_guarded, training
@@ -20,11 +18,7 @@ def guarded(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Build the table of guarded runs.
-
-    Rescues and bytes are summed over ranks; peaks are those of the highest rank. A run is compared with the first run
-    that trains the same, in any command, over the steps that both made.
-    """
+    """Build the table of guarded runs. A run is compared with the first that trains the same, in any command."""
     references: dict[tuple[str, ...], Row] = {}
 
     def equal(row: Row) -> str:
@@ -62,7 +56,6 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _equal(row: Row, reference: Row) -> str:
-    """Compare losses and gradient norms of each step, and the final weights where both end with the same step."""
     ours, theirs = ([one.get(field) or [] for field in COMPARED] for one in (row, reference))
     lengths = {len(values) for values in (*ours, *theirs)}
     num_steps = min(lengths)

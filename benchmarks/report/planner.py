@@ -1,7 +1,5 @@
 """Planned runs: prediction against measurement, budget, unswapped run and baselines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +14,16 @@ from benchmarks.table import ABSENT, Table, cell_gib, cell_ms, cell_number, cell
 
 @dataclass(frozen=True)
 class Point:
-    """A successful run that had a budget."""
-
     row: Row
-    none: Row | None
-    """The unswapped run of its case."""
-    baseline: Row | None
-    """The fastest baseline that fits the budget."""
+    none: Row | None  # The unswapped run of its case
+    baseline: Row | None  # The fastest baseline that fits the budget
 
     @property
     def peak_error(self) -> float | None:
-        """Return predicted ÷ measured peak, minus 1."""
         return _error(self.row["predicted_peak_gib"], peak_gib(self.row))
 
     @property
     def step_error(self) -> float | None:
-        """Return predicted ÷ measured step time, minus 1."""
         return _error(self.row["predicted_step_ms"], self.row["step_ms_median"])
 
     @property
@@ -41,18 +33,15 @@ class Point:
 
     @property
     def is_within(self) -> bool | None:
-        """Return whether the measured peak is within the budget; ``None``: not measured."""
         measured = peak_gib(self.row)
         return None if measured is None else measured <= self.row["budget_gib"]
 
     @property
     def plan(self) -> str:
-        """Return where the plan came from."""
         path = value(self.row, PLAN_FLAG)
         return f"`{Path(path).name}`" if path else "found in the run"
 
     def times_none(self, row: Row | None) -> float | None:
-        """Return the step time of ``row`` over that of the unswapped run."""
         known = self.none is not None and row is not None
         return float(row["step_ms_median"] / self.none["step_ms_median"]) if known else None  # type: ignore[index]
 
@@ -68,12 +57,10 @@ def points(rows: Sequence[Row]) -> list[Point]:
 
 
 def failed(rows: Sequence[Row]) -> list[Row]:
-    """Return the planned runs of one case that failed."""
     return [row for row in rows if is_planned(row) and row["outcome"] != "ok"]
 
 
 def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
-    """Build the table of planned runs. ``rows``: all rows of the case, from which the noise of losses is estimated."""
     noise = losses.loss_noise(rows)
     within = {None: ABSENT, True: "yes", False: "**no**"}
     bounds: dict[str, Callable[[Point], object]] = {
@@ -103,7 +90,6 @@ def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
 
 
 def largest(errors: Sequence[float | None]) -> float | None:
-    """Return the largest absolute error; ``None``: none is known."""
     return max((abs(error) for error in errors if error is not None), default=None)
 
 

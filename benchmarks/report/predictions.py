@@ -1,7 +1,5 @@
 """Check that predictions were committed before their run and have not changed since."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -25,11 +23,6 @@ SAME_GIB = 0.1
 
 
 def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
-    """Return what is wrong with the plan files in ``folder`` (docs/results) that ``rows`` followed; empty: nothing.
-
-    Checked: the row's prediction and profile hash are those of its plan file; a profile with that hash exists and was
-    taken under another budget; where git knows the row's commit, that commit has the identical plan file.
-    """
     found = []
     for row in rows:
         path = value(row, PLAN_FLAG)
@@ -54,7 +47,6 @@ def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
 
 
 def _of_profile(folder: Path, prediction: dict[str, object]) -> list[str]:
-    """Return what is wrong with the profile that a plan names; empty: nothing."""
     budget, digest = prediction["budget_gib"], prediction["profile_sha256"]
     paths = [path for path in folder.glob("profile-*.json") if digest in _names(path)]
     if not paths:

@@ -1,8 +1,5 @@
 """The report's sections on traces, from the findings of tools/analyze_trace.py in docs/results/*-profile-*."""
 
-from __future__ import annotations
-
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -10,24 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import digest_of
 from benchmarks.table import Table, cell_number
 from benchmarks.traces import tables
 from benchmarks.traces.tables import PROFILERS, Findings
 from megatron.swap.common.layer_ranges import format_ranges
 
-NUM_LISTED = 10
-"""At most this many violations and mismatches are listed; the tables count all."""
+NUM_LISTED = 10  # At most this many violations and mismatches are listed; the tables count all
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One traced run."""
-
     folder: Path
     findings: Findings
-    summary: dict[str, Any] | None
-    """``run.json``, the run's own summary; ``None``: it was not kept."""
+    summary: dict[str, Any] | None  # `run.json`, the run's own summary; `None`: it was not kept
 
     @property
     def profiler(self) -> str:
@@ -43,24 +35,15 @@ class Profile:
 
     @property
     def subject(self) -> str:
-        """Return what was profiled: the folder's name without suite and profiler."""
         words = self.folder.name.split("-profile-", 1)[1].split("-")
         return "-".join(word for word in words if word not in ("nsys", "torch", "kineto")) or "run"
 
     @property
     def pictures(self) -> list[Path]:
-        """Return the pictures of a step beside the findings."""
         return sorted(self.folder.glob("step*.png"))
 
     @property
-    def stale_pictures(self) -> list[Path]:
-        """Return pictures that were drawn from other findings; one without a digest cannot be checked."""
-        digest = hashlib.sha256((self.folder / "findings.json").read_bytes()).hexdigest()
-        return [path for path in self.pictures if digest_of(path) not in (None, digest)]
-
-    @property
     def about(self) -> str | None:
-        """Return device, layers, command, commit and versions of the run, as far as they are known."""
         parts = []
         if self.summary is not None:
             swapped = format_ranges(self.summary["swapped_layers"], ", ") or "none"
@@ -73,8 +56,6 @@ class Profile:
 
 @dataclass(frozen=True)
 class Group:
-    """The same run under different profilers."""
-
     subject: str
     profiles: list[Profile]
 
@@ -88,7 +69,6 @@ class Group:
 
     @property
     def differences(self) -> list[str]:
-        """Return the counts that differ between profilers; times may differ, since each profiler traced its own run."""
         counted = [_counted(profile.findings) for profile in self.profiles]
         return [name for name in counted[0] if any(other[name] != counted[0][name] for other in counted[1:])]
 
@@ -98,7 +78,6 @@ class Group:
 
 
 def read_profiles(results: Path) -> list[Group]:
-    """Read every folder with findings, grouped by subject, Nsight Systems first."""
     groups: dict[str, list[Profile]] = {}
     for path in sorted(results.glob("*-profile-*/findings.json")):
         summary = path.with_name("run.json")
@@ -122,13 +101,10 @@ def _counted(findings: Findings) -> dict[str, Any]:
 
 
 def steps_traced(groups: Sequence[Group]) -> list[int]:
-    """Return the distinct numbers of traced steps."""
     return sorted({len(profile.findings["steps"]) for group in groups for profile in group.profiles})
 
 
 def sources_table(groups: Sequence[Group], folder: str) -> Table:
-    """Build the table of traces: folder, profiler, machine, commit."""
-
     def about(profile: Profile) -> dict[str, Any]:
         return profile.findings.get("about") or {}
 
@@ -142,5 +118,4 @@ def sources_table(groups: Sequence[Group], folder: str) -> Table:
 
 
 def anchor(text: str) -> str:
-    """Return a name for files and links."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -1,7 +1,5 @@
 """Read docs/results, and choose the rows that count (the rule is written down in docs/dev/results.md)."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import profiles
-from benchmarks.rows import PRUNED, Row, check_sweep_row, is_sweep, read_rows
+from benchmarks.rows import PRUNED, Row, check_sweep_row, read_rows
 
 VERIFIED = "prove-"
 """Suites of tools/verify.py begin with this word. All of their rows count, because a command compares its own runs."""
@@ -22,11 +20,7 @@ PRINTED = re.compile(r"(\d+) ms a step, ([\d.]+) GiB of the GPU")
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of one file that count, in their order.
-
-    Of rows with the same suite, case, method and budget the last one counts: files list runs from the oldest to the
-    newest. A row that was not run (pruned) never replaces one that was.
-    """
+    """Return the rows that count: of rows that measure the same the last one, but a pruned one replaces none."""
     chosen: dict[tuple[object, ...], int] = {}
     for index, row in enumerate(rows):
         if row["suite"].startswith(VERIFIED):
@@ -41,8 +35,6 @@ def current(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Example:
-    """Figures that a script of examples/ printed: milliseconds a step and GiB, without swapping and with it."""
-
     script: str
     plain: tuple[float, float]
     swapped: tuple[float, float]
@@ -50,8 +42,6 @@ class Example:
 
 @dataclass
 class Results:
-    """The content of docs/results; of repeated runs only those that count."""
-
     folder: Path
     files: list[tuple[str, list[Row]]]
     profiles: list[profiles.Group]
@@ -64,7 +54,7 @@ class Results:
     def __post_init__(self) -> None:
         for name, row in ((name, row) for name, rows in self.files for row in current(rows)):
             suite = row["suite"]
-            if is_sweep(row):
+            if "axis" in row:  # of a sweep
                 check_sweep_row(row, name)
                 self.sweeps.setdefault(suite, []).append(row)
                 continue
@@ -74,12 +64,6 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read docs/results.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        RowError: a row does not match the schema.
-    """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: the report is made from the results in it")
     paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stem)
@@ -94,7 +78,6 @@ def read_results(folder: Path) -> Results:
 
 
 def _examples(runs: Sequence[dict[str, Any]]) -> list[Example]:
-    """Return the pairs of figures that the examples printed: first without swapping, then with it."""
     found = []
     for run in runs:
         matches = [match for line in run["printed"] if (match := PRINTED.search(line)) is not None]

@@ -1,7 +1,5 @@
 """Soaks: what processes hold after thousands of steps on a CPU, and after twenty minutes on a GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -24,18 +22,15 @@ METRICS = {
 
 
 def read_soaks(results: Path) -> dict[str, dict[str, Any]]:
-    """Return the soaks' result files by their devices."""
     paths = {device: results / f"{name}.json" for device, name in FILES.items()}
     return {device: json.loads(path.read_text()) for device, path in paths.items() if path.exists()}
 
 
 def minutes(soak: dict[str, Any]) -> int:
-    """Return the whole minutes of a soak's first case, from its start to its end."""
     return int(soak["rows"][0]["seconds"] // 60)
 
 
 def _metrics(rows: list[dict[str, Any]]) -> dict[str, tuple[str, int]]:
-    """Return the metrics that all ``rows`` have."""
     return {metric: shown for metric, shown in METRICS.items() if all(metric in row["curves"] for row in rows)}
 
 
@@ -61,7 +56,6 @@ def table(soak: dict[str, Any]) -> Table:
 
 
 def picture(folder: Path, device: str, soak: dict[str, Any]) -> Picture:
-    """Return the picture: each metric over the steps, as a change from its first point."""
     shown = [{"case": row["case"], "curves": row["curves"]} for row in soak["rows"]]
     return Picture(folder / f"{FILES[device]}.png", shown, lambda: _draw(shown))
 

@@ -1,7 +1,5 @@
 """Tables of runs that were compared to the bit, and of the result files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +8,7 @@ from benchmarks.report.results import VERIFIED
 from benchmarks.rows import COMPLETE, GIB, Row, outcome
 from benchmarks.table import ABSENT, Table, cell_gib, cell_number
 
-PLAIN = "none"
-"""The method that runs Megatron alone."""
+PLAIN = "none"  # The method that runs Megatron alone
 COMPARED = ("losses_equal", "grad_norms_equal", "weights_sha256_equal")
 
 
@@ -30,7 +27,6 @@ class EqualRun:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether losses, gradient norms and weights are equal, as far as they were compared."""
         return self.row["outcome"] in COMPLETE and all(self.row.get(field) is not False for field in COMPARED)
 
     def verdict(self, field: str) -> str:
@@ -42,7 +38,6 @@ class EqualRun:
 
 
 def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
-    """Return each row with its place in the comparison; each command has references of its own."""
     seen: set[tuple[str, str]] = set()
     found = []
     for row in rows:
@@ -54,11 +49,7 @@ def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
 
 
 def equal_to_plain(rows: Sequence[Row]) -> list[EqualRun]:
-    """Return the runs of ours in ``rows`` of one suite that were compared bit for bit with a run without Megatron Swap.
-
-    Rows of verify are compared with the first completed run of their case, rows of other suites with their
-    ``reference``, under deterministic kernels.
-    """
+    """Return the runs of ours in ``rows`` of one suite that were compared bit for bit with a run without swapping."""
     found, is_plain = [], False
     for run in equal_runs(rows):
         if not run.row["suite"].startswith(VERIFIED):
@@ -73,8 +64,6 @@ def equal_to_plain(rows: Sequence[Row]) -> list[EqualRun]:
 
 
 def equality_table(runs: Sequence[EqualRun]) -> Table:
-    """Build the table of reference and compared runs, case by case."""
-
     def flags(row: Row) -> str:
         setting = f"--{row['method']}"
         return " ".join([setting, *row["flags"].partition(setting)[2].split()])
@@ -95,7 +84,6 @@ def equality_table(runs: Sequence[EqualRun]) -> Table:
 
 
 def sources_table(files: Sequence[tuple[str, Sequence[Row]]], folder: str) -> Table:
-    """Build the table of result files: suite, runs, machine, commit."""
     return Table.of(files, {
         "file": lambda file: f"[{file[0]}]({folder}/{file[0]})",
         "suite": lambda file: _distinct(row["suite"] for row in file[1]),

@@ -6,14 +6,13 @@ sends when no other process is importing. CHANNEL is the file descriptor to whic
 reached. Without CHANNEL (several ranks, started by torchrun) it does not wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
 import json
 import os
 import pickle
+import pkgutil
 import sys
 import tempfile
 import traceback
@@ -25,14 +24,10 @@ from benchmarks.runner.schedule import cut, length_at
 from benchmarks.runner.stopwatch import EnoughSteps, Stopwatch
 
 PRELOADED = (
-    "torch.utils.tensorboard",
-    "megatron.training.training",
-    "megatron.training.argument_utils",
-    "megatron.training.models.gpt",
-    "megatron.core.datasets.gpt_dataset",
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.swap.trainer.session",
-)
+    "torch.utils.tensorboard", "megatron.training.training", "megatron.training.argument_utils",
+    "megatron.training.models.gpt", "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder", "megatron.swap.trainer.session",
+)  # fmt: skip
 
 
 class Channel:
@@ -65,12 +60,6 @@ class Channel:
             sys.exit(f"waited for {word!r} on the standard input, heard {heard!r}")
 
 
-def load(path: str) -> Any:
-    """Return the object that ``module:name`` refers to."""
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def main() -> None:
     request: Request = pickle.loads(Path(sys.argv[1]).read_bytes())
     result_path = Path(sys.argv[2])
@@ -87,7 +76,7 @@ def main() -> None:
         prepare(sys.argv)  # before Megatron is imported
         for name in (*PRELOADED, *request.requires):
             importlib.import_module(name)
-        watch = Stopwatch(request, channel, load(request.wrap) if request.wrap else None)
+        watch = Stopwatch(request, channel, pkgutil.resolve_name(request.wrap) if request.wrap else None)
         _install_stopwatch(watch)
         if request.sequence_schedule:
             cut(pretrain_gpt_swap, lambda: length_at(request.sequence_schedule, watch.step))
@@ -106,7 +95,6 @@ def main() -> None:
 
 
 def _install_stopwatch(watch: Stopwatch) -> None:
-    """Pass the arguments to the stopwatch when the program installs its session, and the built model by a hook."""
     from megatron.swap.trainer.session import SwapSession
 
     install = SwapSession.install

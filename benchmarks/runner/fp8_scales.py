@@ -1,7 +1,5 @@
 """The scales of 8-bit layers, and the histories that they come from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -9,10 +7,7 @@ from torch import nn
 
 
 def fp8_scales(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield scales and amax histories of TransformerEngine's layers in ``model``, not of its operators (``te.ops``).
-
-    Only delayed scaling keeps any.
-    """
+    """Yield scales and amax histories of TransformerEngine's layers in ``model``; only delayed scaling keeps any."""
     for module in model.modules():
         meta = getattr(module, "fp8_meta", {})
         for key in ("scaling_fwd", "scaling_bwd"):

@@ -4,14 +4,10 @@ While one process builds its model, the next process imports its packages and th
 its timed steps only once the next one waits, so that no other process works during a measurement.
 """
 
-from __future__ import annotations
-
 import importlib.util
-import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,39 +18,28 @@ from benchmarks.runner.launch import Child
 from benchmarks.runner.program import INTERRUPTED, RUNS_LEFT
 from benchmarks.runner.request import NotReady, Request
 
-Run = dict[str, Any]
-"""The result of one process: `outcome`, and `output_tail` if it failed, else its measurements."""
+Run = dict[str, Any]  # The result of one process: `outcome`, and `output_tail` if it failed, else its measurements
 
 
 class Item(Protocol):
-    """One run."""
-
     @property
     def label(self) -> str: ...
 
     @property
-    def requires(self) -> Sequence[str]:
-        """Return the packages that the run imports."""
+    def requires(self) -> Sequence[str]: ...
 
 
 class Grid[One: Item](Protocol):
-    """Runs to make, and what is known of those that were made."""
+    """Runs to make, the next one first, and what is known of those that were made. ``add`` returns a run as a line."""
 
     on_gpu: bool
     time_limit_s: float
     host_limit_gib: float | None
 
-    def todo(self) -> list[One]:
-        """Return the open runs that are known. The first is made next."""
-
+    def todo(self) -> list[One]: ...
     def num_left(self) -> int: ...
-
-    def request(self, item: One) -> Request:
-        """Return the request of a run. Raises: `NotReady`."""
-
-    def add(self, item: One, run: Run, seconds: float) -> str:
-        """Store a run, and return it as a line."""
-
+    def request(self, item: One) -> Request: ...
+    def add(self, item: One, run: Run, seconds: float) -> str: ...
     def rows(self) -> list[Row]: ...
 
 
@@ -68,22 +53,20 @@ class Runner[One: Item]:
         self._is_timed = False
 
     def make(self, item: One, following: Sequence[One]) -> Run:
-        """Make one run. `following`: those after it, as far as they are known."""
         request = self._request(item)
         if isinstance(request, dict):
             return request
         if self._ahead is not None and self._ahead.request != request:  # started for another run
             self._ahead.close()
             self._ahead = None
-        with undisturbed():
-            self._child, self._ahead = self._ahead or Child(request, on_gpu=self._grid.on_gpu), None
+        # A process that a signal hides from us has not been told to go: it ends when its input is closed.
+        self._child, self._ahead = self._ahead or Child(request, on_gpu=self._grid.on_gpu), None
         self._child.say("go")
         self._is_timed = False
         able = next((one for one in following if missing(one) is None), None)
         beyond = None if able is None else self._request(able)
         if isinstance(beyond, Request):
-            with undisturbed():
-                self._ahead = Child(beyond, on_gpu=self._grid.on_gpu)
+            self._ahead = Child(beyond, on_gpu=self._grid.on_gpu)
         finished = self._child.finish(self._grid.time_limit_s, self._grid.host_limit_gib, self._start_timing)
         self._child.close()
         self._child = None
@@ -92,13 +75,11 @@ class Runner[One: Item]:
         return {"outcome": "ok", **finished.result}
 
     def _start_timing(self) -> None:
-        """Start the timed steps of the running process once the next process is quiet."""
         if self._child is not None and not self._is_timed and (self._ahead is None or self._ahead.is_quiet()):
             self._child.say("time")
             self._is_timed = True
 
     def _request(self, item: One) -> Request | Run:
-        """Return the request of a run; for a run that cannot be made, its result with the reason."""
         if (package := missing(item)) is not None:
             return {"outcome": f"missing: {package}", "output_tail": f"no module named {package}"}
         try:
@@ -113,34 +94,14 @@ class Runner[One: Item]:
 
 
 def missing(item: Item) -> str | None:
-    """Return the first package that a run needs and that is missing; `None`: all are installed."""
     packages = [name.split(".")[0] for name in item.requires]
     return next((name for name in packages if importlib.util.find_spec(name) is None), None)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM until the block ends, so that a process started in it is always closed."""
-    waiting: list[int] = []
-    ending = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, frame: waiting.append(number)) for number in ending}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if waiting:
-            signal.raise_signal(waiting[0])
 
 
 def measure[One: Item](
     grid: Grid[One], time_limit_s: float | None, make: Callable[[One, Sequence[One]], Run] | None = None
 ) -> bool:
-    """Make the open runs of a grid with ``make``, by default in processes. A line is printed for each.
-
-    Returns:
-        `True`: all runs are done. `False`: another run as long as the longest would not end within `time_limit_s`.
-    """
+    """Make the open runs of a grid; ``False``: another one would not end within `time_limit_s`."""
     began, longest_s, num_done = time.monotonic(), 0.0, 0
     runner = Runner(grid)
     try:
@@ -164,10 +125,7 @@ def run_grid[One: Item](
     grid: Grid[One], output: Path, time_limit_s: float | None, page: Callable[[list[Row]], str],
     draw: Callable[[list[Row]], Figure | None], bad: Collection[str],
 ) -> int:  # fmt: skip
-    """Make the open runs of a grid, write table and picture beside its result file, and return the exit status.
-
-    Ctrl-C ends the runs, not the program. Failed runs are printed, as are those with one of the outcomes `bad`.
-    """
+    """Make the open runs of a grid, write table and picture beside its result file, and return the exit status."""
     status = 0
     try:
         if not measure(grid, time_limit_s):

@@ -34,11 +34,8 @@ LONE_RANK = {  # port 0: the only rank serves the store itself, so any free port
 
 @dataclass(frozen=True)
 class Finished:
-    """The result of a finished run."""
-
     outcome: str
-    result: dict[str, Any]
-    """The measurements of the process; empty unless the outcome is `ok`."""
+    result: dict[str, Any]  # The measurements of the process; empty unless the outcome is `ok`
     output_tail: str
 
 
@@ -85,10 +82,7 @@ class Child:
         self.close()
 
     def is_quiet(self) -> bool:
-        """Return whether the process has finished its imports or has ended, so that it disturbs no measurement.
-
-        A process that is still importing after `READY_S` is stopped.
-        """
+        """Return whether the process has finished its imports or has ended, so that it disturbs no measurement."""
         self._listen(0.0)
         if self._stage == "starting" and self._process.poll() is None and time.monotonic() > self._quiet_by:
             self._kill()
@@ -96,7 +90,6 @@ class Child:
         return self._stage != "starting" or self._process.poll() is not None
 
     def say(self, word: str) -> None:
-        """Send `go` or `time`; a process that has ended is ignored."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{word}\n".encode())
@@ -105,10 +98,7 @@ class Child:
     def finish(
         self, timeout_s: float, host_limit_gib: float | None = None, on_poll: Callable[[], None] = lambda: None
     ) -> Finished:
-        """Wait for the end of the run; stop it at the time limit or the limit of host memory in use.
-
-        `on_poll` is called about ten times a second meanwhile.
-        """
+        """Wait for the end of the run; stop it at the time limit or the limit of host memory in use."""
         deadline = time.monotonic() + timeout_s
         code: int | None = None
         note = ""
@@ -132,7 +122,6 @@ class Child:
         return Finished(outcome, result, tail(output + note + self._why_stopped))
 
     def close(self) -> None:
-        """End the process and remove its files."""
         self._kill()
         if self._channel is not None:
             os.close(self._channel)
@@ -149,7 +138,6 @@ class Child:
             self._process.stdin.close()
 
     def _listen(self, timeout_s: float) -> None:
-        """Read the stages that the process has written, waiting at most `timeout_s`."""
         if self._channel is None:
             time.sleep(timeout_s)
             return
@@ -164,7 +152,6 @@ class Child:
 
 
 def run(request: Request, *, on_gpu: bool, num_ranks: int = 1, timeout_s: float) -> Finished:
-    """Make one run, from start to end, with no other run beside it."""
     with Child(request, on_gpu=on_gpu, num_ranks=num_ranks) as child:
         child.say("go")
         child.say("time")

@@ -4,8 +4,6 @@
 memory until its input ends, so that it never outlives its parent process.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,11 +20,7 @@ class MemoryHogError(Exception):
 
 @contextmanager
 def memory_hog(gib: Sequence[float]) -> Iterator[None]:
-    """Hold GiB of the first GPU, the second GPU, and so on, in another process while the block runs.
-
-    Raises:
-        MemoryHogError: a GPU has too little free memory.
-    """
+    """Hold GiB of the first GPU, the second GPU, and so on, in another process while the block runs."""
     if not any(gib):
         yield
         return
@@ -44,7 +38,6 @@ def memory_hog(gib: Sequence[float]) -> Iterator[None]:
 
 
 def main(gib: Sequence[float]) -> None:
-    """Allocate the given GiB on each GPU and hold them until stdin ends."""
     import torch
 
     sizes = {f"cuda:{at}": int(each * 2**30) for at, each in enumerate(gib) if each}

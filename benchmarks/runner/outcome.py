@@ -1,7 +1,5 @@
 """Classify a run by its exit code, the stage that it reached, and its output."""
 
-from __future__ import annotations
-
 import re
 
 TIMED_OUT = 124
@@ -33,14 +31,7 @@ _REFUSAL = re.compile(
 
 
 def classify(code: int, output: str, stage: str, requires: tuple[str, ...] = ()) -> str:
-    """Return the `outcome` of a row.
-
-    Args:
-        code: exit code; negative: the signal that ended the process; `TIMED_OUT`: stopped at the time limit.
-        output: the output of the process.
-        stage: the last stage reached, one of `STAGES`.
-        requires: the packages that the method needs.
-    """
+    """Return the `outcome` of a row. ``code``: negative: the signal that ended the process."""
     if code == 0 and stage == "done":
         return "ok"
     if code == TIMED_OUT:

@@ -1,7 +1,5 @@
 """The plan of a run: budget, predictions and stages, from its session and its plan file."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,24 +17,15 @@ def last_value(flags: Sequence[str], flag: str) -> str | None:
 
 
 def plan_file(flags: tuple[str, ...]) -> str | None:
-    """Return the path of the plan file in the flags; `None`: there is none."""
     return next((value for flag, value in itertools.pairwise(flags) if flag == PLAN_FLAG), None)
 
 
 def searches(flags: tuple[str, ...]) -> bool:
-    """Return whether the run searches for its plan itself: its first steps profile and try plans."""
     return any(flag in flags for flag in SEARCHES) or ("--swap-policy", "auto") in itertools.pairwise(flags)
 
 
 def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the plan's figures; `None`: the run had no plan.
-
-    For a plan file these are the file's predictions. For a run that searched they are its session's report; if it
-    applied several plans, the highest predicted peak is used.
-
-    Raises:
-        ValueError: the session of a run that searched reports nothing.
-    """
+    """Return the plan's figures. Of several plans that a run applied, the highest predicted peak is used."""
     path = plan_file(flags)
     if path is not None:
         found = {"num_replans": 0, "stages": [], **(found or {}), **read_prediction(path)}
@@ -50,21 +39,17 @@ def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, 
 
 
 def read_prediction(path: str | Path) -> dict[str, Any]:
-    """Return budget, prediction and profile of a plan file; null in a plan that was written by hand."""
     from megatron.swap.common.plan import load_plan
 
     plan = load_plan(path)
     return {
-        "budget_gib": plan.budget_gib,
-        "predicted_peak_gib": plan.predicted and plan.predicted.peak_gib,
+        "budget_gib": plan.budget_gib, "predicted_peak_gib": plan.predicted and plan.predicted.peak_gib,
         "predicted_step_ms": plan.predicted and plan.predicted.step_ms,
-        "lower_bound_ms": plan.predicted and plan.predicted.lower_bound_ms,
-        "profile_sha256": plan.profile_sha256,
-    }
+        "lower_bound_ms": plan.predicted and plan.predicted.lower_bound_ms, "profile_sha256": plan.profile_sha256,
+    }  # fmt: skip
 
 
 def stages_text(found: dict[str, Any]) -> str:
-    """Return the stages of a run that searched for its plan: ``profile 1 to 6: …; stable 7 to the end: …``."""
     return "; ".join(
         f"{stage['stage']} {stage['first_step']} to {stage['last_step'] or 'the end'}: {stage['note']}"
         for stage in found["stages"]

@@ -1,7 +1,5 @@
 """Options, errors and exit statuses that the programs with a result file share."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
@@ -15,10 +13,8 @@ from benchmarks.store import StoreError
 from megatron.swap.common.flags import CommandLine
 from megatron.swap.common.types import UsageError
 
-RUNS = ROOT / "runs"
-"""The folder of result files without `--output`; git ignores it."""
-RUNS_LEFT, INTERRUPTED = 75, 130
-"""Exit statuses: runs are left at the time limit; the program was interrupted."""
+RUNS = ROOT / "runs"  # The folder of result files without `--output`; git ignores it
+RUNS_LEFT, INTERRUPTED = 75, 130  # Exit statuses: runs are left at the time limit; the program was interrupted
 
 
 class ChoiceError(ValueError):
@@ -30,13 +26,6 @@ def new_parser(text: str | None) -> CommandLine:
 
 
 def add_options(parser: argparse.ArgumentParser, *, default: str, row: str) -> None:
-    """Add `--output`, `--resume` and `--time-limit-s`.
-
-    Args:
-        parser: gets them.
-        default: the name of the result file in `RUNS` without `--output`, for the help text.
-        row: what one row of the file is for.
-    """
     where = f"result file, one row per {row} (default: {_short(RUNS)}/{default})"
     parser.add_argument("--output", type=Path, help=where)
     parser.add_argument("--resume", action="store_true", help="continue the output file: skip the runs in it")
@@ -44,13 +33,11 @@ def add_options(parser: argparse.ArgumentParser, *, default: str, row: str) -> N
 
 
 def _short(path: Path) -> str:
-    """Return a path as a user types it: relative to the working directory where it lies below that."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, default: str) -> None:
-    """Set `--output`, to `default` in `RUNS` unless given. End the program where an option is wrong."""
     options.output = Path(_short(RUNS / default)) if options.output is None else options.output
     if options.time_limit_s is not None and not options.time_limit_s > 0:
         parser.error(f"--time-limit-s {options.time_limit_s:g}: must be more than 0")

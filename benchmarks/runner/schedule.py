@@ -1,16 +1,12 @@
 """Sequences whose length changes during training: the data loader's batches are cut to each step's length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Schedule = Sequence[tuple[int, int]]
-"""Numbers of steps and their sequence lengths, repeated."""
+Schedule = Sequence[tuple[int, int]]  # Numbers of steps and their sequence lengths, repeated
 
 
 def length_at(schedule: Schedule, step: int) -> int:
-    """Return the sequence length of a step (from 1). Raises: `ValueError`."""
     left = (step - 1) % sum(num_steps for num_steps, _ in schedule)
     for num_steps, length in schedule:
         if left < num_steps:
@@ -20,11 +16,7 @@ def length_at(schedule: Schedule, step: int) -> int:
 
 
 def cut(program: Any, length: Callable[[], int]) -> None:
-    """Make `program.get_batch` return the first `length()` tokens of every sequence.
-
-    The batch's tensors have shape (micro-batch, sequence), or are `None`. An attention mask, of shape
-    (…, sequence, sequence), is refused with `ValueError`.
-    """
+    """Make `program.get_batch` return the first `length()` tokens of every sequence."""
     inner = program.get_batch
 
     def get_batch(*args: Any) -> list[Any]:

@@ -1,7 +1,5 @@
 """Times, memory and losses of a run, taken between its steps."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import statistics
@@ -10,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,14 +28,6 @@ class EnoughSteps(BaseException):
     """Ends training before its last step: enough steps were timed."""
 
 
-class Listener(Protocol):
-    """The parent process: receives the stages that the run reaches, and decides when it continues."""
-
-    def report(self, stage: str) -> None: ...
-
-    def await_word(self, word: str) -> None: ...
-
-
 class Stopwatch:
     """Measure between the steps, without changing the steps themselves.
 
@@ -45,7 +35,7 @@ class Stopwatch:
     the loss for that, which waits for the device.
     """
 
-    def __init__(self, request: Request, listener: Listener, wrap: Callable[[list[Any]], None] | None) -> None:
+    def __init__(self, request: Request, listener: Any, wrap: Callable[[list[Any]], None] | None) -> None:
         self._request = request
         self._listener = listener
         self._wrap = wrap
@@ -64,21 +54,17 @@ class Stopwatch:
         self._engine: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Record the start of the program's `main`."""
         self._start = time.perf_counter()
 
     @property
     def step(self) -> int:
-        """Return the number of the current step, from 1."""
         return len(self._ends) + 1
 
     def before_model(self, args: Namespace, session: Any) -> None:
-        """Record the arguments and the session, before the model is built."""
         self._args, self._session = args, session
         self._rss_before = rss_bytes()
 
     def attach(self, chunks: Any) -> Any:
-        """Install hooks on the built model chunks before Megatron wraps them, and return the chunks unchanged."""
         from megatron.training import training
 
         from megatron.swap.patches.training_log import training_log_patch
@@ -96,11 +82,7 @@ class Stopwatch:
         return chunks
 
     def _count_recomputed(self) -> None:
-        """Let the session's observer also count what layers save when they run again in backward.
-
-        Without it full recomputation would seem to need no more than the layers' inputs. A run that plans itself counts
-        as its session does: the planner's measurements must not change.
-        """
+        """Let the observer also count what layers save when they run again in backward."""
         observer, parts = self._session.run_device.observer, self._session.parts
         if not self._request.observes or observer is None or self._session.auto is not None:
             return
@@ -141,7 +123,6 @@ class Stopwatch:
         return self._ends[-1] - self._ends[warm_up - 1] > limit_s
 
     def result(self, summary: Path) -> dict[str, Any]:
-        """Return the measurements, with the content of the file `summary` if it was requested."""
         from megatron.training.training import num_floating_point_operations
 
         plan, first = self._plan(), self._request.num_warm_up + 1
@@ -214,7 +195,6 @@ class Phases:
         self._marks: dict[str, list[Any]] = {"start": [], "first": [], "forward": [], "backward": []}
 
     def attach(self, chunk: Any) -> None:
-        """Mark the start and end of the first layer's forward, the end of forward and the end of backward."""
         layer = chunk.decoder.layers[0]
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         layer.register_forward_hook(lambda *_: self._mark("first"))
@@ -232,7 +212,6 @@ class Phases:
         self._marks[name].append(event)
 
     def medians(self) -> dict[str, float]:
-        """Return the median of each phase in milliseconds, over the last three quarters of the micro-batches."""
         pairs = {"first_layer_forward": ("start", "first"), "forward": ("start", "forward"),
                  "backward": ("forward", "backward")}  # fmt: skip
         result = {}
@@ -244,10 +223,7 @@ class Phases:
 
 
 def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
-    """Return the engine's copies per step and its reserved memory; empty if nothing is swapped.
-
-    For a run that searches for its plan these are the figures of the last step. Call it before the engine is closed.
-    """
+    """Return the engine's copies per step and its reserved memory; of a run that searches, those of the last step."""
     disk, parts = session.planned.disk, session.parts
     found = {} if disk is None else {"disk_peak_gib": disk.reserved_bytes / GIB}
     if session.optimizer_swap is not None and session.auto is None:
@@ -259,14 +235,10 @@ def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
     if session.auto is not None and session.step_log.records:  # earlier steps ran under other plans
         totals, num_steps = session.step_log.records[-1].moved, 1
     return {
-        **found,
-        "host_booked_gib": tier.reserved_bytes / GIB,
-        "host_leased_gib": tier.leased_peak_bytes / GIB,
-        "swapped_out_bytes": totals.out_bytes // num_steps,
-        "swapped_in_bytes": totals.in_bytes // num_steps,
-        "num_late": totals.num_late,
-        "wait_ms": totals.wait_ms / num_steps,
-    }
+        **found, "host_booked_gib": tier.reserved_bytes / GIB, "host_leased_gib": tier.leased_peak_bytes / GIB,
+        "swapped_out_bytes": totals.out_bytes // num_steps, "swapped_in_bytes": totals.in_bytes // num_steps,
+        "num_late": totals.num_late, "wait_ms": totals.wait_ms / num_steps,
+    }  # fmt: skip
 
 
 def weights_sha256(chunks: list[Any]) -> str:

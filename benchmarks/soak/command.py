@@ -5,8 +5,6 @@ checkpoints come between, the guard rescues, optimizer state or activations lie 
 around ``swap.activations``. Ends with status 1 if a metric grows, or if a loss differs from the run without swapping.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -29,12 +27,10 @@ TRAINED = {
 }  # fmt: skip
 """The flags of each case of Megatron's trainer."""
 CYCLE = trainer.Job(trainer.LENGTHS).cycle
-LEAST_CYCLES = 9
-"""Cycles of steps that each third has to have, behind the warm-up, together."""
+LEAST_CYCLES = 9  # Cycles of steps that each third has to have, behind the warm-up, together
 
 
 def run_case(case: str, num_steps: int) -> dict[str, Any]:
-    """Run a case with swapping and without, side by side, and return its row."""
     with own_folder("swap-soak-") as (folder, owner):
         if case in TRAINED:
             job, cycle, flags = trainer.Job(trainer.LENGTHS).to_json(), CYCLE, TRAINED[case].format(folder="FOLDER")
@@ -54,23 +50,15 @@ def run_case(case: str, num_steps: int) -> dict[str, Any]:
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """Return whether a case is flat, its losses are equal, and it has moved something."""
     return row["losses_equal"] and row["offloaded_bytes"] > 0 and not grown(row)
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return the result of a case as a line."""
     more = [f"{one['metric']} {one['middle']:g} -> {one['last']:g}" for one in grown(row)]
     words = ["losses equal" if row["losses_equal"] else "LOSSES DIFFER", f"GROWS: {more}" if more else "flat"]
     counted = {"rescues": row.get("num_rescues"), "plan changes": row.get("num_plan_changes")}
     words += [f"{number} {name}" for name, number in counted.items() if number]
     return f"{row['case']}: {row['num_steps']} steps in {row['seconds']:g} s: {', '.join(words)}"
-
-
-def cpu_name() -> str:
-    """Return the model of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((words.partition(":")[2].strip() for words in lines if words.startswith("model name")), "unknown")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -98,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(output: Path | None, module: str, words: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Write the result file, if one is wanted: rows, machine, versions and command."""
     if output is not None:
         command = f"python -m {module} {' '.join(words)}".replace(str(output), "FILE")
         about = facts()
-        about["machine"]["cpu"] = cpu_name()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        about["machine"]["cpu"] = next((text.partition(": ")[2] for text in lines if text.startswith("model name")), "")
         write_text(output, json.dumps({**about, "date": now(), "command": command, "rows": rows}) + "\n")

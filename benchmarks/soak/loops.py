@@ -5,13 +5,11 @@ in the middle of a forward, steps that Ctrl-C ends, a graph that runs backward t
 ``plain``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +17,7 @@ from torch import nn
 
 from benchmarks.soak.meters import Meter
 
-CYCLE = 12
-"""Steps after which all loops repeat."""
+CYCLE = 12  # Steps after which all loops repeat
 WIDTH = 64
 LENGTHS = (32, 48, 16, 48)
 NUM_BLOCKS = 6
@@ -59,7 +56,6 @@ class Model(nn.Module):
 
 
 def batch(step: int) -> torch.Tensor:
-    """Return the input of a step."""
     return torch.randn(LENGTHS[step % len(LENGTHS)], WIDTH, generator=torch.Generator().manual_seed(step))
 
 
@@ -68,31 +64,22 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 class Loop:
-    """One shape of loop around a model. ``step`` returns the loss of a step, or that of an earlier one."""
+    """Loops around a model. Each method is one, and returns the loss of a step, or that of an earlier one."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_models: int) -> None:
         torch.manual_seed(1)
-        self.models = [Model()]
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(self.models[0].parameters(), lr=1e-4)]
+        self.models = [Model() for _ in range(num_models)]
+        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in self.models]
+        self._losses: deque[torch.Tensor] = deque()
 
-    def step(self, number: int) -> float:
-        raise NotImplementedError
-
-    def descend(self, loss: torch.Tensor, which: int = 0) -> float:
+    def _descend(self, loss: torch.Tensor, which: int = 0) -> float:
         loss.backward()
         self.optimizers[which].step()
         self.optimizers[which].zero_grad()
         return float(loss)
 
-
-class Outstanding(Loop):
-    """The losses of three steps are kept, and the oldest runs backward: a graph is always outstanding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._losses: deque[torch.Tensor] = deque()
-
-    def step(self, number: int) -> float:
+    def outstanding(self, number: int) -> float:
+        """Keep the losses of three steps, and run the oldest backward: a graph is always outstanding."""
         self._losses.append(loss_of(self.models[0](batch(number))))
         if len(self._losses) < 3:
             return 0.0
@@ -102,61 +89,44 @@ class Outstanding(Loop):
         self.optimizers[0].zero_grad()
         return float(oldest) + total
 
-
-class TwoOptimizers(Loop):
-    """Two models are trained in turn, each through the other: a generator and a discriminator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.models.append(Model())
-        self.optimizers.append(torch.optim.SGD(self.models[1].parameters(), lr=1e-3))
-
-    def step(self, number: int) -> float:
+    def two_optimizers(self, number: int) -> float:
+        """Train two models in turn, each through the other: a generator and a discriminator."""
         generator, critic = self.models
         made = generator(batch(number))
-        found = self.descend(loss_of(critic(made.detach())) - critic(batch(number + 1)).mean(), 1)
-        found += self.descend(-loss_of(critic(made)))
+        found = self._descend(loss_of(critic(made.detach())) - critic(batch(number + 1)).mean(), 1)
+        found += self._descend(-loss_of(critic(made)))
         self.optimizers[1].zero_grad()
         return found
 
-
-class Generator(Loop):
-    """A generator yields between layers. The loop closes some in the middle of a forward."""
-
-    def _forward(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _forward(self, hidden: torch.Tensor) -> Generator[torch.Tensor, None, None]:
         for block in self.models[0].blocks:
             hidden = block(hidden)
             yield hidden
 
-    def step(self, number: int) -> float:
+    def generators(self, number: int) -> float:
+        """Let a generator yield between layers, and close some in the middle of a forward."""
         outputs = self._forward(batch(number))
         for count, output in enumerate(outputs, 1):
             if number % 3 == 0 and count == 3:
-                outputs.close()  # type: ignore[attr-defined]
+                outputs.close()
                 return float(output.sum().detach())
-        return self.descend(loss_of(output))
+        return self._descend(loss_of(output))
 
-
-class Interrupted(Loop):
-    """Ctrl-C ends some steps, in forward or in backward. The loop goes on with the next step."""
-
-    def step(self, number: int) -> float:
+    def interrupted(self, number: int) -> float:
+        """End some steps as Ctrl-C does, in forward or in backward, and go on with the next step."""
         block = self.models[0].blocks[number % NUM_BLOCKS]
         assert isinstance(block, Block)
         block.interrupts_forward, block.interrupts_backward = number % 4 == 1, number % 6 == 2
         try:
-            return self.descend(loss_of(self.models[0](batch(number))))
+            return self._descend(loss_of(self.models[0](batch(number))))
         except KeyboardInterrupt:
             self.optimizers[0].zero_grad()
             return 0.0
         finally:
             block.interrupts_forward = block.interrupts_backward = False
 
-
-class Repeated(Loop):
-    """Micro-batches are accumulated, a graph runs backward twice, and evaluations come between."""
-
-    def step(self, number: int) -> float:
+    def repeated(self, number: int) -> float:
+        """Accumulate micro-batches, run a graph backward twice, and evaluate between."""
         model = self.models[0]
         first = loss_of(model(batch(number)))
         first.backward(retain_graph=number % 2 == 0)
@@ -165,13 +135,13 @@ class Repeated(Loop):
         with torch.no_grad():
             seen = float(loss_of(model(batch(number + 7))))
         discarded = model(batch(number + 3))
-        found = self.descend(loss_of(model(batch(number + 1))))
+        found = self._descend(loss_of(model(batch(number + 1))))
         return found + float(first) + seen + float(discarded.detach().sum())
 
 
-LOOPS: dict[str, type[Loop]] = {
-    "outstanding graphs": Outstanding, "two optimizers": TwoOptimizers, "generators": Generator,
-    "interrupted steps": Interrupted, "repeated backward": Repeated,
+LOOPS: dict[str, Callable[[Loop, int], float]] = {
+    "outstanding graphs": Loop.outstanding, "two optimizers": Loop.two_optimizers, "generators": Loop.generators,
+    "interrupted steps": Loop.interrupted, "repeated backward": Loop.repeated,
 }  # fmt: skip
 
 
@@ -183,7 +153,7 @@ def main(argv: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     native().limit_ram(1 << 40)  # counts tensors
-    loop = LOOPS[name]()
+    loop = Loop(2 if name == "two optimizers" else 1)
     losses: list[str] = []
     with contextlib.ExitStack() as stack:
         swapped = [
@@ -194,7 +164,7 @@ def main(argv: Sequence[str]) -> None:
         read = {"device_bytes": lambda: int(native().ram_in_use()), "pinned_bytes": pinned}
         meter = Meter(Path(samples_path), CYCLE, read)
         for step in range(1, int(num_steps) + 1):
-            losses.append(loop.step(step).hex())
+            losses.append(LOOPS[name](loop, step).hex())
             meter.sample(step)
         offloaded_bytes = sum(one.stats().out_bytes for one in swapped)
     Path(result_path).write_text(json.dumps({"losses": losses, "offloaded_bytes": offloaded_bytes}))

@@ -1,7 +1,5 @@
 """Samples of a process between steps, and the verdict on them: flat, or growing."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -13,29 +11,20 @@ from typing import Any
 from benchmarks.machine import rss_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
-FRACTION = 0.001
-"""Change from the middle third to the last that counts as flat, as a fraction."""
+FRACTION = 0.001  # Change from the middle third to the last that counts as flat, as a fraction
 TOLERANCE: dict[str, int] = {
     "device_bytes": 64 * KIB, "reserved_bytes": 8 * MIB, "pinned_bytes": 64 * KIB, "resident_bytes": 8 * MIB,
     "num_files": 0, "num_threads": 0, "num_objects": 0,
 }  # fmt: skip
 """For each metric the change that counts as flat where it is more than ``FRACTION``."""
 COUNTED = {"num_files": "fd", "num_threads": "task"}
-WARM_UP_STEPS = 40
-"""Objects made before this step are not looked at by later collections, which makes counting fast."""
+WARM_UP_STEPS = 40  # Objects made before this step are not looked at by later collections, which makes counting fast
 
 Metrics = dict[str, int]
 
 
 class Meter:
-    """Samples this process, and writes each sample to a file at once, so that nothing is kept.
-
-    Args:
-        path: gets one JSON object a line.
-        cycle: steps after which everything repeats. Objects are counted in a cycle's last step, after a collection.
-        read: functions that return the other metrics: ``device_bytes`` of live tensors, on a GPU
-            ``reserved_bytes`` that its allocator holds, and ``pinned_bytes`` of host memory reserved for offloading.
-    """
+    """Writes samples of this process to a file at once. Everything repeats after ``cycle`` steps."""
 
     def __init__(self, path: Path, cycle: int, read: Mapping[str, Callable[[], int]]) -> None:
         self._file = path.open("w", buffering=1)
@@ -43,7 +32,6 @@ class Meter:
         self._read = dict(read)
 
     def sample(self, step: int) -> None:
-        """Sample the process between step ``step`` and the next one."""
         if step == WARM_UP_STEPS:
             gc.collect()
             gc.freeze()
@@ -58,16 +46,13 @@ class Meter:
 
 
 def changes(samples: Sequence[Metrics], cycle: int) -> list[dict[str, Any]]:
-    """Return the largest change of each metric from the middle third of a run to the last, and whether it is flat.
-
-    The medians of both thirds are compared at the same phase of the cycle.
-
-    Raises:
-        ValueError: a third has no sample of some phase.
-    """
+    """Return the largest change of each metric between the medians of the last two thirds, phase by phase."""
     if samples[-1]["step"] < 3 * cycle:
         raise ValueError(f"{samples[-1]['step']} steps have no three cycles of {cycle}")
-    thirds = _thirds(samples, cycle)
+    num_cycles = samples[-1]["step"] // cycle
+    length, end = num_cycles // 3 * cycle, num_cycles * cycle
+    starts = (end - 2 * length, end - length)
+    thirds = [[sample for sample in samples if start < sample["step"] <= start + length] for start in starts]
     found = []
     for metric, tolerance in TOLERANCE.items():
         of_metric: list[dict[str, Any]] = []
@@ -90,17 +75,7 @@ def changes(samples: Sequence[Metrics], cycle: int) -> list[dict[str, Any]]:
 
 
 def grown(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return those of a row's changes that are not flat."""
     return [change for change in row["changes"] if not change["is_flat"]]
-
-
-def _thirds(samples: Sequence[Metrics], cycle: int) -> tuple[list[Metrics], list[Metrics]]:
-    """Return the middle and the last third, in whole cycles, of the steps that are in whole cycles."""
-    num_cycles = samples[-1]["step"] // cycle
-    length = num_cycles // 3 * cycle
-    end = num_cycles * cycle
-    middle = [sample for sample in samples if end - 2 * length < sample["step"] <= end - length]
-    return middle, [sample for sample in samples if end - length < sample["step"] <= end]
 
 
 def curve(samples: Iterable[Metrics], cycle: int, most: int) -> dict[str, list[list[int]]]:

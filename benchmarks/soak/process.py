@@ -1,7 +1,5 @@
 """Processes of a soak, side by side, and the row of what one has found."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -18,26 +16,13 @@ from benchmarks.soak.meters import Metrics, changes, curve
 
 CPU = {**CPU_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
 PLAIN = "--swap-layers none"
-MOST_POINTS = 200
-"""Points of each curve in the result file."""
+MOST_POINTS = 200  # Points of each curve in the result file
 POLL_S = 0.2
 
 
 def run_beside(
     folder: Path, owner: int, module: str, given: Mapping[str, Sequence[str]], environment: Mapping[str, str] = CPU
 ) -> dict[str, tuple[dict[str, Any], list[Metrics]]]:
-    """Run processes side by side; return what each has found, and its samples.
-
-    Args:
-        folder: for their files.
-        owner: the descriptor of the lock of ``folder``. While a process runs, nobody removes the folder.
-        module: what runs.
-        given: by the name of each process, its arguments behind the paths of samples and result.
-        environment: variables of the device.
-
-    Raises:
-        RuntimeError: one has failed; the others are ended. The message has its last lines.
-    """
     env = {**os.environ, **LONE_RANK, **environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     processes: dict[str, subprocess.Popen[bytes]] = {}
     seconds: dict[str, float] = {}

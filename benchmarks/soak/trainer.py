@@ -4,8 +4,6 @@ Lengths change within each cycle of steps, which ends with an evaluation, and wi
 Two checkpoints are kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -23,8 +21,7 @@ from benchmarks.runner.schedule import Schedule, cut, length_at
 from benchmarks.runner.stopwatch import EnoughSteps
 from benchmarks.soak.meters import Meter
 
-LENGTHS = ((12, 64), (8, 48))
-"""Steps and their sequence length, in turn: one cycle on a CPU."""
+LENGTHS = ((12, 64), (8, 48))  # Steps and their sequence length, in turn: one cycle on a CPU
 NUM_KEPT_CHECKPOINTS = 2
 SHAPE = (
     "--transformer-impl local --distributed-backend gloo --num-workers 0 --no-gradient-accumulation-fusion "
@@ -39,15 +36,6 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class Job:
-    """What a process does beside the flags of its training.
-
-    Attributes:
-        lengths: steps and their sequence length, in turn: one cycle.
-        seconds: training ends with the first step that is over after so many; ``None``: with ``--train-iters``.
-        device_gib: most memory that the GPU gives this process; ``None``: all. Then allocations fail as they do when
-            other programs use the GPU.
-    """
-
     lengths: Schedule
     seconds: float | None = None
     device_gib: float | None = None
@@ -61,7 +49,6 @@ class Job:
 
 
 def flags(num_steps: int, folder: Path) -> list[str]:
-    """Return Megatron's flags for a run of ``num_steps`` on a CPU. Checkpoints go to ``folder``."""
     cycle = Job(LENGTHS).cycle
     return [
         *SHAPE.split(), "--train-iters", f"{num_steps}", "--lr-decay-iters", f"{num_steps}", "--eval-iters", "1",
@@ -70,7 +57,6 @@ def flags(num_steps: int, folder: Path) -> list[str]:
 
 
 def device_meters() -> dict[str, Callable[[], int]]:
-    """Return functions that measure the device: bytes of live tensors, and on a GPU those that the allocator holds."""
     if torch.cuda.is_available():
         return {"device_bytes": torch.cuda.memory_allocated, "reserved_bytes": torch.cuda.memory_reserved}
     from megatron.swap.native.guarding import native

@@ -1,7 +1,5 @@
 """Baselines that Megatron has no flag for. Each wraps the built model chunks and changes nothing else."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,10 +33,7 @@ while kernels still read it."""
 
 
 def deepspeed_checkpoint(chunks: list[Any]) -> None:
-    """Wrap each layer in DeepSpeed's CheckpointFunction, which keeps the layer's inputs in host memory.
-
-    DeepSpeed uses the process groups that Megatron has made; its engine is not used.
-    """
+    """Wrap each layer in DeepSpeed's CheckpointFunction, which keeps the layer's inputs in host memory."""
     import deepspeed  # type: ignore[import-not-found, import-untyped]
 
     # Otherwise DeepSpeed looks for MPI.

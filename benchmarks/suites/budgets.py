@@ -1,7 +1,5 @@
 """Budgets relative to the memory of a case's unswapped run: ``static+24``, ``static+60%``."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -17,10 +15,8 @@ DIGITS = 6
 class Memory:
     """Peak memory of a case's unswapped run, in GiB."""
 
-    static_gib: float
-    """Weights, gradients and optimizer state."""
-    activations_gib: float
-    """The allocated peak beyond ``static_gib``."""
+    static_gib: float  # Weights, gradients and optimizer state
+    activations_gib: float  # The allocated peak beyond `static_gib`
 
 
 def is_relative(word: str) -> bool:
@@ -28,7 +24,6 @@ def is_relative(word: str) -> bool:
 
 
 def check(word: str) -> None:
-    """Raise ``ValueError`` unless ``word`` is a well-formed relative budget."""
     if BUDGET.fullmatch(word) is None:
         raise ValueError(
             f"{FLAG} {word}: a number of GiB is expected, or 'static+24' (GiB beyond weights, gradients and "
@@ -37,21 +32,17 @@ def check(word: str) -> None:
 
 
 def resolved(flags: tuple[str, ...], memory: Memory | None, reference: str) -> tuple[str, ...]:
-    """Replace relative budgets in the flags by GiB, rounded down.
-
-    ``memory``: that of the method ``reference``; ``None``: not measured, and a relative budget is ``NotReady``.
-    """
-    return tuple(_resolved(word, memory, reference) if is_relative(word) else word for word in flags)
-
-
-def _resolved(word: str, memory: Memory | None, reference: str) -> str:
-    found = BUDGET.fullmatch(word)
-    assert found is not None, word
-    if memory is None:
-        raise NotReady(
-            f"{FLAG} {word} is relative to the method {reference!r} of this case, which was not measured: run it "
-            "first, into the same --output, or give a number of GiB"
-        )
-    more = float(found["number"])
-    budget_gib = memory.static_gib + (memory.activations_gib * more / 100 if found["percent"] else more)
-    return f"{math.floor(budget_gib * 10**DIGITS) / 10**DIGITS:.{DIGITS}f}"
+    """Replace relative budgets in the flags by GiB, rounded down. ``memory``: that of the method ``reference``."""
+    words = []
+    for word in flags:
+        found = BUDGET.fullmatch(word)
+        if found is not None and memory is None:
+            raise NotReady(
+                f"{FLAG} {word} is relative to the method {reference!r} of this case, which was not measured: run it "
+                "first, into the same --output, or give a number of GiB"
+            )
+        if found is not None and memory is not None:
+            more = float(found["number"]) * (memory.activations_gib / 100 if found["percent"] else 1)
+            word = f"{math.floor((memory.static_gib + more) * 10**DIGITS) / 10**DIGITS:.{DIGITS}f}"
+        words.append(word)
+    return tuple(words)

@@ -11,8 +11,6 @@ failed, timed out, could not begin or was timed before its plan was stable; 75 r
 130 interrupted (finished runs are kept).
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys
@@ -33,7 +31,6 @@ from benchmarks.suites.table import counts_saved, markdown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status. ``arguments``: `None`: those of this process."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = new_parser(__doc__)
     parser.add_argument("--suite", required=True, help=f"{', '.join(suite_names())}, or a .toml file")
@@ -49,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, command: str) -> int:
-    """Run the chosen part of a suite, write its table and picture, and return the exit status."""
     suite = load_suite(options.suite)
     chosen = suite.chosen(options.case, options.method, options.rounds)
     if options.list:
@@ -73,7 +69,6 @@ def drawn(rows: Sequence[Row]) -> Figure | None:
 
 
 def show(suite: Suite) -> None:
-    """Print cases and methods with their flags."""
     print(f"{suite.name}: {suite.description}")
     for case in suite.cases:
         print(f"\n{case.name} ({case.rounds} rounds)")

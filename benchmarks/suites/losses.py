@@ -1,20 +1,14 @@
 """Compare the losses of one case's methods. Timed runs are not deterministic, so the comparison allows for noise."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 
 from benchmarks.rows import Row
 
-NOISE_FACTOR = 10
-"""Losses are flagged when they differ from the reference's by more than this many times the noise."""
-LEAST_METHODS = 5
-"""Number of rows with which one wrong method does not move the median."""
-LARGEST_NOISE = 0.05
-"""The largest relative difference that counts as noise where too few rows show it."""
-REPEAT = "none-again"
-"""The method that repeats `none`: it differs from `none` by noise alone."""
+NOISE_FACTOR = 10  # Losses are flagged when they differ from the reference's by more than this many times the noise
+LEAST_METHODS = 5  # Number of rows with which one wrong method does not move the median
+LARGEST_NOISE = 0.05  # The largest relative difference that counts as noise where too few rows show it
+REPEAT = "none-again"  # The method that repeats `none`: it differs from `none` by noise alone
 
 
 def loss_noise(rows: Sequence[Row]) -> float | None:
@@ -33,7 +27,6 @@ def loss_noise(rows: Sequence[Row]) -> float | None:
 
 
 def is_beyond_noise(row: Row, noise: float | None) -> bool:
-    """Return whether the losses of ``row`` differ from the reference's by more than noise."""
     difference = row.get("loss_max_rel_diff")
     if row["losses_equal"] is not False or row["method"] == row.get("reference"):
         return False
@@ -41,7 +34,6 @@ def is_beyond_noise(row: Row, noise: float | None) -> bool:
 
 
 def comparable(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of one case whose losses agree up to noise; the others may train differently."""
     noise = loss_noise(rows)
     return [row for row in rows if not is_beyond_noise(row, noise)]
 

@@ -1,19 +1,15 @@
 """The pictures of a suite: step time against peak memory; without a GPU, what autograd holds under each method."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from matplotlib.transforms import Bbox
 
 from benchmarks import names
-from benchmarks.flags import value
 from benchmarks.pictures import BASELINES, LINE, OURS, PLANNED, TEXT, bars, new_figure, tidy
 from benchmarks.rows import GIB, MIB, Row, by_case, outcome, peak_gib
 from benchmarks.suites import losses
@@ -26,15 +22,13 @@ KINDS = {
 }
 """The marker of each colour, and what it stands for."""
 PANEL_INCHES = (11.0, 6.6)
-FAR = 1.7
-"""A baseline slower than this multiple of the fastest is named below the panel instead."""
+FAR = 1.7  # A baseline slower than this multiple of the fastest is named below the panel instead
 MANY = 16
 """The most points of a panel that names all. With more, the frontier and the baselines of ``ALWAYS_NAMED`` are named,
 and the panel is ``CROWDED_HEIGHT`` times as high."""
 CROWDED_HEIGHT = 1.4
 ALWAYS_NAMED = ("none", "full-recompute")
-RADIUS = 13.0
-"""Pixels around a point that no name covers."""
+RADIUS = 13.0  # Pixels around a point that no name covers
 AXES = {
     "allocated": "peak GPU memory, allocated", "reserved": "peak GPU memory, reserved",
     "saved": "peak memory of saved tensors",
@@ -77,7 +71,6 @@ def _is_measured(row: Row) -> bool:
 
 
 def _place(row: Row) -> tuple[float, float]:
-    """Return peak (GiB) and step time (ms) of a measured row."""
     return peak_gib(row) or 0.0, float(row["step_ms_median"])
 
 
@@ -169,7 +162,6 @@ def _boxes(x: float, y: float, width: float, height: float) -> list[Bbox]:
 
 
 def _hidden(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
-    """Return the square pixels of ``box`` that lie on others, and four times those outside the frame."""
     outside = box.width * box.height - _overlap(box, frame)
     return round(sum(_overlap(box, other) for other in taken) + 4 * outside)
 
@@ -180,39 +172,21 @@ def _overlap(one: Bbox, other: Bbox) -> float:
 
 
 def draw_saved(rows: Sequence[Row]) -> Figure:
-    """Draw what autograd holds under each method as bars, one panel per case, all of one scale."""
-    cases = list(by_case(rows).values())
-    heights = [1.3 + 0.42 * len(mine) for mine in cases]
-    figure = new_figure(11.0, sum(heights), 130)
-    panels = figure.subplots(len(cases), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    largest = max(_held_mib(row) or 0.0 for row in rows) or 1.0
-    for panel, mine in zip(panels, cases, strict=True):
-        held = [_held_mib(row) for row in mine]
-        bars(panel, [names.method(row) for row in mine], [one or 0.0 for one in held], [row["is_ours"] for row in mine])
-        for place, (row, one) in enumerate(zip(mine, held, strict=True)):
-            if (budget := row["budget_gib"]) is not None:
-                panel.plot([budget * GIB / MIB] * 2, [place - 0.4, place + 0.4], color=TEXT, lw=1.5, zorder=3)
-            panel.text((one or 0.0) + 0.01 * largest, place, _words(row, one), va="center", fontsize=9.5, color=TEXT)
-        panel.set_xlim(0, 1.45 * largest)  # room for the words beside the longest bar
-        layers, hidden, length = (value(mine[0], f"--{name}") for name in ("num-layers", "hidden-size", "seq-length"))
-        title = f"{layers} layers, hidden size {hidden}, {length} tokens: what autograd holds at the peak"
-        panel.set_title(title, loc="left", fontsize=12.5, fontweight="bold", color=TEXT)
-        lines = "; line: the budget" if any(row["budget_gib"] is not None for row in mine) else ""
-        panel.set_xlabel(f"saved tensors, MiB (counted on a CPU{lines})", fontsize=10, loc="left")
-    handles = [Patch(color=OURS, label="Megatron Swap"), Patch(color=BASELINES, label="other methods")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=10, frameon=False)
+    held = [(peak_gib(row) or 0.0) * GIB / MIB for row in rows]
+    figure = new_figure(11.0, 1.0 + 0.42 * len(rows), 130)
+    panel = figure.subplots()
+    bars(panel, [f"{row['case']}: {names.method(row)}" for row in rows], held, [row["is_ours"] for row in rows])
+    for place, (row, mib) in enumerate(zip(rows, held, strict=True)):
+        panel.text(mib, place, f" {_words(row, mib)}", va="center", fontsize=9.5, color=TEXT)
+    panel.set_xlim(0, 1.45 * max(held))  # room for the words beside the longest bar
+    panel.set_xlabel("saved tensors at the peak, MiB (counted on a CPU)", fontsize=10, loc="left")
     return figure
 
 
-def _held_mib(row: Row) -> float | None:
-    held = peak_gib(row)
-    return None if held is None else held * GIB / MIB
-
-
-def _words(row: Row, held: float | None) -> str:
+def _words(row: Row, held: float) -> str:
     if row["losses"] is None:
         return outcome(row)
-    words = ["not counted: its own hooks hide the tensors" if held is None else f"{held:.1f} MiB"]
+    words = ["not counted: its own hooks hide the tensors" if not held else f"{held:.1f} MiB"]
     if row["losses_equal"] is not None and row["method"] != row["reference"]:
         words.append("losses equal to the bit" if row["losses_equal"] else "OTHER LOSSES")
     words += [outcome(row)] if row["outcome"] != "ok" else []

@@ -1,14 +1,11 @@
 """Rows of one case by peak memory and step time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks.rows import Row, peak_gib
 from benchmarks.suites.losses import comparable
 
-PEAK_DIGITS = 2
-"""Peaks are equal when they print the same with this many digits."""
+PEAK_DIGITS = 2  # Peaks are equal when they print the same with this many digits
 
 
 def points(rows: Sequence[Row]) -> list[Row]:
@@ -17,7 +14,6 @@ def points(rows: Sequence[Row]) -> list[Row]:
 
 
 def peak(row: Row) -> float:
-    """Return the peak of a row that has one, in GiB, rounded as it is printed."""
     return round(peak_gib(row) or 0.0, PEAK_DIGITS)
 
 
@@ -35,10 +31,7 @@ def fastest_within(rows: Sequence[Row], peak_gib: float) -> Row | None:
 
 
 def on_frontier(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of one case that no other equals or beats in both peak and step time, by rising peak.
-
-    Of equal rows the first is kept. Rows with other losses are left out.
-    """
+    """Return the rows of one case that no other equals or beats in both peak and step time, by rising peak."""
     best: list[Row] = []
     for row in sorted(points(comparable(rows)), key=lambda row: (peak(row), row["step_ms_median"])):
         if not best or row["step_ms_median"] < best[-1]["step_ms_median"]:

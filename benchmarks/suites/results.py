@@ -1,7 +1,5 @@
 """The results of a suite: finished runs, merged into one row for each case and method."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass
@@ -33,12 +31,9 @@ EARLIER: Row = {"peak": "allocated", "sequence_schedule": []}
 
 @dataclass(frozen=True)
 class Item:
-    """One run of a suite."""
-
     case: Case
     method: Method
-    number: int
-    """Round, from 1."""
+    number: int  # Round, from 1
 
     @property
     def label(self) -> str:
@@ -50,14 +45,7 @@ class Item:
 
 
 class SuiteResults:
-    """The runs of a suite and their rows; every run is stored as soon as it ends.
-
-    ``chosen``: the part of ``suite`` that this program runs; with ``resume`` the runs in the file are not repeated.
-
-    Raises:
-        StoreError: the file exists without `resume`, or is of another suite, commit, machine or flags.
-        RowError: the file does not hold rows.
-    """
+    """The runs of a suite and their rows. ``chosen``: the part of ``suite`` that this program runs."""
 
     def __init__(
         self, suite: Suite, chosen: Suite, path: Path, facts: dict[str, Any], command: str, *, resume: bool
@@ -77,7 +65,6 @@ class SuiteResults:
         self._check_resumed()
 
     def _check_resumed(self) -> None:
-        """Raise `StoreError` unless every row of the file is comparable with the runs of this program."""
         suite = self._suite
         known = {(case.name, method.name): self._named(case, method) for case in suite.cases for method in case.methods}
         for row in self._store.rows:
@@ -91,7 +78,6 @@ class SuiteResults:
             self._store.require_same(" ".join(key), there, now)
 
     def todo(self) -> list[Item]:
-        """Return the open runs: within a case, round by round, every method once per round."""
         items = [
             Item(case, method, number)
             for case in self._chosen.cases
@@ -109,7 +95,6 @@ class SuiteResults:
         return any(run["round"] == item.number or run["outcome"] != "ok" for run in runs)
 
     def request(self, item: Item) -> Request:
-        """Return the request of a run. Raises: `NotReady`."""
         return item.case.request(item.method, self._memory(item.case))
 
     def _memory(self, case: Case) -> Memory | None:
@@ -124,7 +109,6 @@ class SuiteResults:
         return None if saved_gib is None else Memory(0.0, saved_gib)
 
     def add(self, item: Item, run: Run, seconds: float) -> str:
-        """Store a run, and return it as a line."""
         if run.get("unstable_steps"):
             stages = stages_text(run["planning"])
             why = f"steps {run['unstable_steps']} were timed and not stable: begin later (warm_up_auto)."
@@ -135,11 +119,11 @@ class SuiteResults:
         return f"{item.label}: {_words(item, run)} ({seconds:.0f} s)"
 
     def rows(self) -> list[Row]:
-        """Return a row for each case and method that was run, in the suite's order."""
         rows = []
         for case in self._suite.cases:
             runs = {method: self._runs.get((case.name, method.name), []) for method in case.methods}
-            reference = _reference(runs)
+            worked = [method for method, mine in runs.items() if any(run["outcome"] == "ok" for run in mine)]
+            reference = next((method for method in worked if method.name == REFERENCE), next(iter(worked), None))
             for method, mine in runs.items():
                 if mine:
                     merged = merge(mine, runs[reference] if reference else None)
@@ -151,20 +135,12 @@ class SuiteResults:
 
     def _named(self, case: Case, method: Method) -> Row:
         return {
-            **self._common,
-            "case": case.name,
-            "method": method.name,
-            "what": method.what,
-            "is_ours": method.is_ours,
-            "flags": self._flags(case, method),
-            "env": {**case.env, **method.piece.env},
-            "wrap": method.piece.wrap,
-            "peak": case.peak,
-            "sequence_schedule": [list(part) for part in case.sequence_schedule],
+            **self._common, "case": case.name, "method": method.name, "what": method.what, "is_ours": method.is_ours,
+            "flags": self._flags(case, method), "env": {**case.env, **method.piece.env}, "wrap": method.piece.wrap,
+            "peak": case.peak, "sequence_schedule": [list(part) for part in case.sequence_schedule],
         }
 
     def _flags(self, case: Case, method: Method) -> str:
-        """Return the trainer's exact flags; for a method that is not ready, those of the suite file."""
         try:
             return " ".join(case.flags_of(method, self._memory(case)))
         except NotReady:
@@ -172,7 +148,6 @@ class SuiteResults:
 
 
 def _words(item: Item, run: Run) -> str:
-    """Return what one run has found."""
     peak = run.get(PEAKS[item.case.peak])
     if run["outcome"] != "ok":
         return str(run["outcome"])
@@ -180,12 +155,6 @@ def _words(item: Item, run: Run) -> str:
         return "trains" if peak is None else f"autograd holds {peak * GIB / MIB:.1f} MiB"
     device = "" if peak is None else f", peak {peak:.2f} GiB"
     return f"step {run['step_ms_median']:.1f} ms{device}, host {run['host_peak_gib']:.2f} GiB"
-
-
-def _reference(runs: dict[Method, list[Run]]) -> Method | None:
-    """Return the method that all losses are compared with: `none` if it succeeded, else the first that did."""
-    worked = [method for method, mine in runs.items() if any(run["outcome"] == "ok" for run in mine)]
-    return next((method for method in worked if method.name == REFERENCE), next(iter(worked), None))
 
 
 def merge(runs: list[Run], reference: list[Run] | None) -> Row:
@@ -236,7 +205,6 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
 
 
 def losses_against(runs: list[Run], reference: list[Run] | None) -> Row:
-    """Return `losses_equal` (bit-identical) and `loss_max_rel_diff`; null where there is nothing to compare."""
     if not runs or reference is None:
         return {"losses_equal": None, "loss_max_rel_diff": None}
     by_round = {run["round"]: run["losses"] for run in reference if run["outcome"] == "ok"}
@@ -250,7 +218,6 @@ def losses_against(runs: list[Run], reference: list[Run] | None) -> Row:
 
 
 def _relative(one: float, other: float) -> float:
-    """Return the relative difference; infinite if a loss is NaN or the reference is 0."""
     if one == other:
         return 0.0
     difference = abs(one - other) / abs(other) if other else math.inf

@@ -22,35 +22,25 @@ DEVICES = ("cpu", "gpu")
 TIMING = {"warm_up": 2, "timed": 1, "rounds": 1}
 """Keys of a suite that a case may override, and the least value of each. ``warm_up_auto``, for methods that search for
 their plan, is another; its default is ``warm_up``."""
-REFERENCE = "none"
-"""The reference of losses and of relative budgets."""
+REFERENCE = "none"  # The reference of losses and of relative budgets
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model and batch, and the methods to run it with."""
-
     name: str
     flags: tuple[str, ...]
-    num_steps: int
-    """``--train-iters``: the steps of the longest method."""
+    num_steps: int  # `--train-iters`: the steps of the longest method
     rounds: int
     num_warm_up: int
     num_warm_up_auto: int
     num_timed: int
     timed_limit_s: float | None
     env: dict[str, str]
-    peak: str
-    """The peak that counts, a key of ``PEAKS``."""
+    peak: str  # The peak that counts, a key of `PEAKS`
     sequence_schedule: tuple[tuple[int, int], ...]
     methods: tuple[Method, ...]
 
     def flags_of(self, method: Method, memory: Memory | None) -> tuple[str, ...]:
-        """Return the trainer's exact flags. ``memory``: that of the unswapped run; ``None``: not measured.
-
-        Raises:
-            NotReady: a budget is relative and ``memory`` is ``None``, or the plan file is missing.
-        """
         path = method.plan_file
         if path is not None and not (ROOT / path).is_file():
             raise NotReady(
@@ -60,45 +50,31 @@ class Case:
         return (*self.flags, *resolved(method.piece.flags, memory, REFERENCE))
 
     def request(self, method: Method, memory: Memory | None = None) -> Request:
-        """Return the request of a run. Raises: as `flags_of`."""
         num_warm_up = self.num_warm_up_auto if method.searches else self.num_warm_up
         num_steps = num_warm_up + self.num_timed
         # All losses are compared with the reference, and the noise is taken from its repeat. Noise grows with every
         # step, so these two make as many steps as the longest method.
         goes_on = method.name in (REFERENCE, REPEAT) and num_steps < self.num_steps
         return Request(
-            flags=self.flags_of(method, memory),
-            num_warm_up=num_warm_up,
+            flags=self.flags_of(method, memory), num_warm_up=num_warm_up,
             num_timed=None if goes_on or num_steps == self.num_steps else self.num_timed,
-            timed_limit_s=None if goes_on else self.timed_limit_s,
-            env={**self.env, **method.piece.env},
-            wrap=method.piece.wrap,
-            requires=method.piece.requires,
-            has_phases=method.runs_layers_once,
-            observes=self.peak == "saved",
-            sequence_schedule=self.sequence_schedule,
-        )
+            timed_limit_s=None if goes_on else self.timed_limit_s, env={**self.env, **method.piece.env},
+            wrap=method.piece.wrap, requires=method.piece.requires, has_phases=method.runs_layers_once,
+            observes=self.peak == "saved", sequence_schedule=self.sequence_schedule,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A checked suite file."""
-
     name: str
     description: str
     on_gpu: bool
-    time_limit_s: float
-    """Time limit of one run, from the preparation of its first step to its end."""
+    time_limit_s: float  # Time limit of one run, from the preparation of its first step to its end
     host_limit_gib: float | None
     """A run is stopped when this much of the machine's host memory is in use; `None`: no limit."""
     cases: tuple[Case, ...]
 
     def chosen(self, cases: Sequence[str], methods: Sequence[str], rounds: int | None) -> Suite:
-        """Return the suite with only these cases and methods (empty: all), and this number of rounds.
-
-        Raises:
-            SuiteError: the suite lacks a name, or `rounds` is below 1.
-        """
         if rounds is not None and rounds < 1:
             raise SuiteError(f"--rounds {rounds}: at least 1")
         check_names("--case", cases, [case.name for case in self.cases])
@@ -116,12 +92,6 @@ def suite_names() -> list[str]:
 
 
 def load_suite(given: str) -> Suite:
-    """Read and check a suite. ``given``: its name, or the path of a .toml file.
-
-    Raises:
-        SuiteError: there is no such file, it is not TOML, a key is missing, unknown or of another type, or a method
-            cannot be built.
-    """
     name, top = read_table("suite", given, SUITES)
     device = top.choose("device", DEVICES)
     peak = top.choose("peak", PEAKS, default="saved" if device == "cpu" else "allocated")
@@ -129,34 +99,25 @@ def load_suite(given: str) -> Suite:
         raise SuiteError(f"{top.path}: peak = {peak!r} needs a GPU; with device = 'cpu' saved tensors are counted")
     timing = {key: top.take(key, int, least=least) for key, least in TIMING.items()}
     common = _Common(
-        flags=top.take("flags", str),
-        methods=dict(top.table("methods").content),
-        timing=timing,
+        flags=top.take("flags", str), methods=dict(top.table("methods").content), timing=timing,
         warm_up_auto=top.take("warm_up_auto", int, default=timing["warm_up"], least=TIMING["warm_up"]),
-        timed_limit_s=top.take("timed_limit_s", int, default=None, least=1),
-        env=environment(top),
-        peak=peak,
+        timed_limit_s=top.take("timed_limit_s", int, default=None, least=1), env=environment(top), peak=peak,
         on_gpu=device == "gpu",
-    )
+    )  # fmt: skip
     cases = [_case(name, top.table("cases").table(name), common) for name in top.table("cases").content]
     if not cases:
         raise SuiteError(f"{top.path}: no [cases.NAME]")
     suite = Suite(
-        name=name,
-        description=top.take("description", str),
-        on_gpu=common.on_gpu,
+        name=name, description=top.take("description", str), on_gpu=common.on_gpu,
         time_limit_s=top.take("time_limit_s", int, least=1),
-        host_limit_gib=top.take("host_limit_gib", int, default=None, least=1),
-        cases=tuple(cases),
-    )
+        host_limit_gib=top.take("host_limit_gib", int, default=None, least=1), cases=tuple(cases),
+    )  # fmt: skip
     top.refuse_rest("cases", "methods", "env")
     return suite
 
 
 @dataclass(frozen=True)
 class _Common:
-    """Settings that the cases of a suite share."""
-
     flags: str
     methods: dict[str, Any]
     timing: dict[str, int]
@@ -192,7 +153,6 @@ def _case(name: str, table: Table, common: _Common) -> Case:
 
 
 def _methods(table: Table, words: Sequence[str], common: _Common) -> tuple[Method, ...]:
-    """Build the suite's methods without those of ``without``, and the case's own. ``words``: the case's flags."""
     left_out = table.take("without", list, default=[])
     check_names(f"{table.path}: without", left_out, list(common.methods))
     texts = {key: text for key, text in common.methods.items() if key not in left_out}
@@ -211,10 +171,8 @@ def _schedule(table: Table, words: Sequence[str]) -> tuple[tuple[int, int], ...]
     given = table.take("sequence_schedule", list, default=[])
     longest = number(table.path, words, "--seq-length") if given else 0
     for part in given:
-        is_pair = isinstance(part, list) and len(part) == 2 and all(type(number) is int for number in part)
+        is_pair = isinstance(part, list) and len(part) == 2
         if not is_pair or part[0] < 1 or not 1 <= part[1] <= longest:
-            raise SuiteError(
-                f"{table.path}: sequence_schedule has {part!r}; a number of steps from 1 on and a length up to the "
-                f"--seq-length, {longest}, are expected"
-            )
+            raise SuiteError(f"{table.path}: sequence_schedule has {part!r}; steps and a length up to the "
+                             f"--seq-length, {longest}, are expected")  # fmt: skip
     return tuple((num_steps, length) for num_steps, length in given)

@@ -1,7 +1,5 @@
 """The results of a suite as Markdown tables. Those of a machine without a GPU have no times."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks.flags import is_ours
@@ -25,12 +23,10 @@ SAVED_LEGEND = (
     "same steps of `{reference}`. Times are in the rows alone: without a GPU threads emulate the copies, and "
     "the times say nothing about a GPU. Not counted: the method's own hooks hide its tensors from the count."
 )
-OTHER = {"allocated": "reserved", "reserved": "allocated"}
-"""The second peak that is shown, by the one that counts."""
+OTHER = {"allocated": "reserved", "reserved": "allocated"}  # The second peak that is shown, by the one that counts
 
 
 def heading(title: str, row: Row, legend: str) -> list[str]:
-    """Return the lines above a table: title, command, machine and versions of a row, and the legend."""
     machine = row["machine"]
     gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
@@ -39,7 +35,6 @@ def heading(title: str, row: Row, legend: str) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return one section per case, with the rows in their order."""
     saved = counts_saved(rows)
     reference = next((row["reference"] for row in rows if row["reference"]), "none")
     lines = heading(rows[0]["suite"], rows[0], SAVED_LEGEND.format(reference=reference) if saved else LEGEND)
@@ -51,24 +46,20 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def counts_saved(rows: Sequence[Row]) -> bool:
-    """Return whether the peaks of the rows are those of saved tensors, as on a machine without a GPU."""
     return rows[0].get("peak") == "saved"
 
 
 def name(row: Row) -> str:
-    """Return the method's name; ours in bold."""
     return f"**{row['method']}**" if is_ours(row) else str(row["method"])
 
 
 def spread(row: Row) -> str:
-    """Format the step times of a row: median (least–most), in ms, and the outcome if it is not ok."""
     times = row["step_ms_all"]
     text = f"{cell_ms(row['step_ms_median'])} ({min(times):.1f}–{max(times):.1f})"
     return text if row["outcome"] == "ok" else f"{text}, then {outcome(row)}"
 
 
 def methods_table(rows: Sequence[Row]) -> Table:
-    """Build the table of all methods of one case by peak; a star marks those on the frontier."""
     none_ms = next((row["step_ms_median"] for row in rows if row["method"] == "none"), None)
     noise, stars = losses.loss_noise(rows), on_frontier(rows)
     other = OTHER[(rows[0].get("peak") or "allocated") if rows else "allocated"]
@@ -97,7 +88,6 @@ def methods_table(rows: Sequence[Row]) -> Table:
 
 
 def saved_table(rows: Sequence[Row]) -> Table:
-    """Build the table of one case from what autograd holds."""
     reference = str(rows[0]["reference"])
     base = next((peak_gib(row) for row in rows if row["method"] == reference), None)
 

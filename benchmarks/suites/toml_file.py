@@ -19,18 +19,11 @@ class SuiteError(ChoiceError):
 
 
 def file_names(folder: Path) -> list[str]:
-    """Return the names of the files in the folder, as the command line takes them."""
     return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def read_table(kind: str, given: str, folder: Path) -> tuple[str, Table]:
-    """Read a file of the folder by its name, or any file by its path; return name and content.
-
-    ``kind``: of the file, for messages: ``suite``, ``sweep`` or ``room``.
-
-    Raises:
-        SuiteError: there is no such file, it cannot be read, or it is not TOML.
-    """
+    """Read a file of the folder by its name, or any file by its path. ``kind``: suite, sweep or room."""
     path = Path(given) if given.endswith(".toml") else folder / f"{given}.toml"
     if not path.is_file():
         names = ", ".join(file_names(folder))
@@ -50,7 +43,6 @@ class Table:
         self._taken: set[str] = set()
 
     def take(self, key: str, kind: type[Any], default: Any = _MISSING, least: int | None = None) -> Any:
-        """Return a checked value. Raises: `SuiteError`, also for a missing key without a default."""
         self._taken.add(key)
         value = self.content.get(key, default)
         if value is _MISSING:
@@ -64,7 +56,6 @@ class Table:
         return value
 
     def choose(self, key: str, allowed: Collection[str], default: Any = _MISSING) -> str:
-        """Return a value out of ``allowed``. Raises: `SuiteError`."""
         value: str = self.take(key, str, default)
         if value not in allowed:
             raise SuiteError(f"{self.path}: {key} = {value!r}; allowed: {', '.join(allowed)}")
@@ -74,7 +65,6 @@ class Table:
         return Table(f"{self.path}: [{key}]", self.take(key, dict))
 
     def refuse_rest(self, *tables: str) -> None:
-        """Raise `SuiteError` for a key that was not read and is not in ``tables``."""
         unknown = sorted(set(self.content) - self._taken - set(tables))
         if unknown:
             allowed = ", ".join(sorted(self._taken | set(tables)))
@@ -82,7 +72,6 @@ class Table:
 
 
 def environment(table: Table) -> dict[str, str]:
-    """Return the environment variables ``[env]`` for every method's process."""
     env = table.table("env") if "env" in table.content else Table(table.path, {})
     return {name: env.take(name, str) for name in env.content}
 

@@ -1,5 +1,1 @@
-"""The largest model, the longest sequence or the largest micro-batch that each method trains.
-
-``definitions`` holds the sweeps, which ``sweep`` reads; ``axes`` makes their values. ``forecast`` predicts where a
-search begins and what cannot fit, ``search`` chooses the next value, ``results`` keeps the rows.
-"""
+"""The largest model, the longest sequence or the largest micro-batch that each method trains."""

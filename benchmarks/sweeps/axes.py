@@ -1,7 +1,5 @@
 """Axes of a sweep: values in rising order, and the training flags of each."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,14 +14,6 @@ FFN_RATIO = 4.0
 
 @dataclass(frozen=True)
 class Value:
-    """One value of an axis.
-
-    Attributes:
-        label: text for people, such as ``48 layers``.
-        number: layers, hidden size, tokens or sequences; for a family the place in it, from 1.
-        flags: the flags that the value adds to the sweep's.
-    """
-
     label: str
     number: int
     flags: tuple[str, ...]
@@ -31,22 +21,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Axis:
-    """A quantity that a sweep makes larger.
-
-    Attributes:
-        unit: the unit of ``Value.number``.
-        grows: whether the number of parameters grows with it.
-        read: returns the values of a sweep's file.
-    """
-
     unit: str
     grows: bool
     read: Callable[[Table], list[Value]]
 
 
 def _numbered(label: str, *flags: str) -> Callable[[Table], list[Value]]:
-    """Return a reader of numbers that are the values of ``flags``."""
-
     def read(table: Table) -> list[Value]:
         return [
             Value(label.format(found), found, tuple(word for flag in flags for word in (flag, str(found))))
@@ -72,7 +52,6 @@ def _width(table: Table) -> list[Value]:
 
 
 def _family(table: Table) -> list[Value]:
-    """Read ``[family]``: name and flags of each shape, the smallest first."""
     shapes = table.table("family")
     texts = {name: shapes.take(name, str) for name in shapes.content}
     return [Value(name, place, tuple(shlex.split(text))) for place, (name, text) in enumerate(texts.items(), 1)]
@@ -88,11 +67,6 @@ AXES = {
 
 
 def read_values(name: str, table: Table, flags: tuple[str, ...], micro_batches: int) -> list[Value]:
-    """Return the values of axis ``name``. Their flags are the sweep's ``flags``, the value's own and the batch size.
-
-    Raises:
-        SuiteError: a key is missing or wrong, or a value is not larger than the one before.
-    """
     values = []
     before: tuple[str, float] | None = None
     for value in AXES[name].read(table):
@@ -110,7 +84,6 @@ def read_values(name: str, table: Table, flags: tuple[str, ...], micro_batches: 
 
 
 def num_params(flags: tuple[str, ...], where: str) -> int:
-    """Calculate the number of parameters of the model that the flags describe. Raises: `SuiteError`."""
     try:
         training = read_flags(flags)
         return round(params_of_rank(training.model, training.tied))

@@ -12,8 +12,6 @@ Exit status: 0 all done; 1 a run failed for another reason than memory, timed ou
 never stable; 75 runs are left (continue with --resume); 130 interrupted (finished runs are kept).
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys
@@ -37,7 +35,6 @@ from megatron.swap.memory.host_memory import safe_host_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status. ``arguments``: `None`: those of this process."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = new_parser(__doc__)
     parser.add_argument("--sweep", required=True, help=f"{', '.join(sweep_names())}, or a .toml file")
@@ -55,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, command: str) -> int:
-    """Search with the chosen methods of a sweep, write its table and picture, and return the exit status."""
     sweep = load_sweep(options.sweep)
     methods = sweep.chosen(options.method).methods
     if options.list:
@@ -75,7 +71,6 @@ def run(options: argparse.Namespace, command: str) -> int:
 
 
 def show(sweep: Sweep, methods: dict[str, str]) -> None:
-    """Print values and methods with their flags."""
     print(f"{sweep.name}: {sweep.description}\n\n{sweep.axis_name}: {', '.join(v.label for v in sweep.values)}\n")
     print(f"{' '.join(sweep.values[0].flags)}\n")
     for name, text in methods.items():
@@ -83,11 +78,6 @@ def show(sweep: Sweep, methods: dict[str, str]) -> None:
 
 
 def scene(sweep: Sweep, gpu_name: str | None, command: str) -> Scene:
-    """Describe this machine; with `gpu_name`, as if it had that GPU.
-
-    Raises:
-        SuiteError: a GPU is needed and there is none.
-    """
     assumed = None if gpu_name is None else find_gpu(gpu_name)
     facts = machine.facts()
     gpu, device_gib = gpu_of(facts["machine"]["gpu"]), facts["machine"]["device_memory_gib"]
@@ -109,7 +99,6 @@ def scene(sweep: Sweep, gpu_name: str | None, command: str) -> Scene:
 
 
 def print_forecast(sweep: Sweep, methods: dict[str, str], results: SweepResults) -> None:
-    """Print the memory model's first and pruned values of each method; no run is made."""
     tiers = results.scene.tiers
     device = "no device" if tiers.device is None else f"{tiers.device:.1f} GiB of device"
     print(f"{sweep.name}: {device}, {tiers.host:.1f} of host, {tiers.disk:.1f} of disk memory")

@@ -1,7 +1,5 @@
 """Predict the memory of a run on each tier (device, host, disk) with the planner's memory model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.runner.planning import last_value, plan_file, searches
 from benchmarks.sweeps.plans import plan_of, with_mlp_section
-from megatron.swap.common.plan import Infeasible, Model, load_plan
+from megatron.swap.common.plan import Infeasible, load_plan
 from megatron.swap.common.settings import USUAL_FRACTION
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.forecast.flags import Training, read_flags
@@ -29,9 +27,6 @@ activations alone and up to 4 % with offloaded optimizer state; CUDA's own memor
 
 CUDA_GIB = 2.8
 """Device memory that CUDA and its libraries take: PyTorch's allocator got 137.0 GiB of an H200's 139.8 GiB."""
-PROCESSES_GIB = 6
-"""Host memory that processes, the kernel and the driver take besides reserved memory: 5 GiB were measured with 113 GiB
-reserved, on a machine with one GPU."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +40,7 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Need:
-    """Predicted use of one tier and its limit, in GiB.
-
-    Attributes:
-        whose: what sets the limit.
-        least_gib: the least memory that a planned run can work with; such a run uses more where it may.
-        margin: fraction of the limit that a search leaves free where it begins; a plan file was made with its own.
-    """
+    """Predicted use of one tier and its limit, in GiB. A planned run works with ``least_gib``, and uses more."""
 
     tier: str
     gib: float
@@ -68,12 +57,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction for one run.
-
-    Attributes:
-        static_gib: weights, gradients, and the optimizer state that is not offloaded.
-        is_bound: `needs` is a lower bound; the activations on the device are not known.
-    """
+    """The prediction for one run. ``is_bound``: only a lower bound; activations are not known."""
 
     needs: tuple[Need, ...]
     static_gib: float
@@ -90,22 +74,18 @@ class Forecast:
 
     @property
     def fullness(self) -> float:
-        """Return the used fraction of the fullest tier; CUDA's own memory is subtracted from the device."""
         rooms = [(need.gib, need.limit_gib - CUDA_GIB * (need.tier == "device")) for need in self.needs]
         return max(gib / room if room > 0 else math.inf for gib, room in rooms if gib > 0)
 
     @property
     def excess(self) -> Need | None:
-        """Return the first need that its tier cannot hold; `None`: all tiers can."""
         room = 1.0 if self.is_bound else 1 + MARGIN
         return next((need for need in self.needs if need.gib > room * need.limit_gib), None)
 
     def of(self, tier: str) -> float | None:
-        """Return the GiB of a tier; `None`: nothing is predicted for it."""
         return max((need.gib for need in self.needs if need.tier == tier), default=None)
 
     def as_row(self) -> dict[str, float | bool | None]:
-        """Return the field `predicted` of a row."""
         return {
             **{f"{tier}_gib": self.of(tier) for tier in ("device", "host", "disk")},
             "static_gib": self.static_gib, "is_bound": self.is_bound,
@@ -113,15 +93,7 @@ class Forecast:
 
 
 def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: bool = True) -> Forecast:
-    """Predict the memory of a run with these flags.
-
-    Args:
-        gpu: the GPU of the run; `None`: it runs on a CPU.
-        by_flags: the flags describe the whole method; false where a baseline wraps the model.
-
-    Raises:
-        UsageError: a flag is missing or its value impossible.
-    """
+    """Predict the memory of a run. ``by_flags``: false where a baseline wraps the model."""
     flags = _apart(flags)
     training = read_flags(flags)
     states = training.states if gpu is None else states_on(training, gpu)
@@ -133,8 +105,6 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     if states.is_auto:
         states = replace(states, offload_fraction=_auto_fraction(flags, states.state_gib(params), room))
     static_gib, offloaded_gib = states.device_gib(params), states.offloaded_gib(params)
-    if offloaded:
-        offloaded_gib = _offloaded_gib(training.model, offloaded * params / states.num_shards, flags)
     known = None
     if gpu is not None and tiers.device is not None and by_flags:
         room_gib, of_gpu = max(0.0, room.host - offloaded_gib), replace(gpu, memory_gib=tiers.device)
@@ -152,15 +122,11 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         disk_gib = split.state_on_disk + split.activations_on_disk
         needs += [
             Need("disk", disk_gib, room.disk, "free, or --swap-disk-gib"),
-            Need(
-                "host", split.state_in_host + split.activations_in_host, math.inf,
-                "what it has no room for goes to disk",
-            ),
+            Need("host", split.state_in_host + split.activations_in_host, math.inf, "the rest goes to disk"),
         ]
         offloaded_gib = split.state_in_host
     else:
         whose = "the machine's" if room.host >= tiers.host else "--swap-host-gib"
-        whose = "the machine's, less what processes take" if offloaded else whose
         plans = known is not None and known.least_gib is not None
         least_gib, margin = offloaded_gib if plans else None, known.margin if known else MARGIN
         needs.append(Need("host", offloaded_gib + moved_gib, room.host, whose, least_gib, margin))
@@ -170,31 +136,11 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
 
 
 def _auto_fraction(flags: Sequence[str], state_gib: float, room: Tiers) -> float:
-    """Return the fraction of optimizer state that a plan file offloads; without one, the most that fits."""
     path = plan_file(tuple(flags))
     fraction = None if path is None else load_plan(path).offload_fraction
     if fraction is not None:
         return fraction
     return min(1.0, max_offloaded_state_gib(room.host, room.disk) / state_gib)
-
-
-def _offloaded_gib(model: Model, params: float, flags: Sequence[str]) -> float:
-    """Return the GiB of host memory that Megatron's own offload takes for values, moments and gradients.
-
-    PyTorch rounds blocks of pinned gradients up to powers of two (not counted for experts). Data loader workers keep
-    two more copies of the values alive, in memory that they share with the trainer that forked them: those of the
-    optimizer that Megatron builds first and replaces, and those from before the first step.
-    """
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    head = model.head_size or hidden // heads
-    of_layer = [hidden * head * (heads + 2 * model.num_query_groups), hidden * head * heads]
-    of_layer += [hidden * model.ffn_hidden_size * (1 + model.gated), hidden * model.ffn_hidden_size]
-    sizes = [] if model.num_experts else of_layer * model.num_layers
-    sizes = [4 * size for size in (*sizes, hidden * model.padded_vocab_size)]
-    rounded = sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
-    gradients = 4 if "--no-pin-cpu-grads" in flags else 4 * rounded
-    kept = 0 if _number(flags, "--num-workers", 2) == 0 else 8
-    return params * (12 + gradients + kept) / GIB
 
 
 @dataclass(frozen=True)
@@ -211,12 +157,7 @@ class _Known:
 def _activations(
     flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float, *, in_buckets: bool
 ) -> _Known | None:
-    """Predict the device's peak with activations; `None`: the memory model does not cover the run.
-
-    Args:
-        host_gib: host memory for activations.
-        in_buckets: offloaded optimizer state, if any, is ours and reloaded in buckets.
-    """
+    """Predict the device's peak with activations; `None`: the memory model does not cover the run."""
     states, params = training.states, params_of_rank(training.model, training.tied)
     static_gib = states.device_gib(params) + WORKSPACE_GIB
     in_buckets = in_buckets and states.offload_fraction > 0
@@ -234,7 +175,6 @@ def _activations(
 def _searched(
     flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float, least_gib: float
 ) -> _Known | None:
-    """Predict a run that plans itself. `least_gib`: the device memory that its optimizer's step takes."""
     try:
         profile = shape_profile(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
@@ -262,12 +202,7 @@ def _lowest_gib(profile: Profile) -> float:
 
 @cache
 def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[float, float] | None:
-    """Return the GiB of activations on the device and in host memory; they do not depend on the offload fraction.
-
-    Fragments are not counted: a device that is nearly full gives them back.
-
-    `in_buckets`: we offload some state, so the loss is computed in chunks.
-    """
+    """Return the GiB of activations on the device and in host memory, whatever part of the state is offloaded."""
     training, path = read_flags(flags), plan_file(flags)
     try:
         profile = shape_profile(
@@ -287,7 +222,6 @@ def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[
 
 
 def _without(flags: Sequence[str], flag: str) -> list[str]:
-    """Return the flags without one flag and its values."""
     words = list(flags)
     while flag in words:
         at = words.index(flag)
@@ -296,7 +230,6 @@ def _without(flags: Sequence[str], flag: str) -> list[str]:
 
 
 def _offloaded(flags: Sequence[str]) -> float:
-    """Return the fraction of optimizer state that Megatron's own offload keeps in host memory."""
     return _number(flags, "--optimizer-offload-fraction", 1.0) if "--optimizer-cpu-offload" in flags else 0.0
 
 
@@ -309,26 +242,20 @@ def _number(flags: Sequence[str], flag: str, default: float) -> float:
 
 
 def _apart(flags: Sequence[str]) -> list[str]:
-    """Return names and values as separate words: `--flag=value` becomes two."""
     return [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
 
 
 def room_of(flags: Sequence[str], tiers: Tiers) -> Tiers:
-    """Return the GiB of each tier that a run with these flags may use."""
     flags = _apart(flags)
     host_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
-    if _offloaded(flags):  # no flag limits what Megatron takes
-        host_gib = max(0.0, tiers.host - PROCESSES_GIB)
     disk_gib = min(tiers.disk, disk_limit_gib(flags)) if "--swap-disk-dir" in flags else 0.0
     return Tiers(tiers.device, host_gib, disk_gib)
 
 
 def disk_folder(flags: Sequence[str]) -> Path | None:
-    """Return the folder of `--swap-disk-dir`; `None`: the flag is not given."""
     folder = last_value(_apart(flags), "--swap-disk-dir")
     return None if folder is None else Path(folder)
 
 
 def disk_limit_gib(flags: Sequence[str]) -> float:
-    """Return the GiB of `--swap-disk-gib`; infinite without the flag."""
     return _number(_apart(flags), "--swap-disk-gib", math.inf)

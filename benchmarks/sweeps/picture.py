@@ -1,7 +1,5 @@
 """Draw the largest value of each method as bars and, for axes that grow the model, the machine's physical limit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from textwrap import fill
 
@@ -15,14 +13,11 @@ from benchmarks.rows import GIB, MIB, Row
 from benchmarks.sweeps.axes import AXES
 from benchmarks.sweeps.table import LargestValue, is_on_cpu, largest_by_method, machine_limit, params_of, short
 
-LETTERS = 46
-"""Letters of a line of a method's name."""
-FAR = 6
-"""The physical limit is not drawn beyond this multiple of the longest bar: the bars would vanish."""
+LETTERS = 46  # Letters of a line of a method's name
+FAR = 6  # The physical limit is not drawn beyond this multiple of the longest bar: the bars would vanish
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Draw the picture."""
     found, axis = largest_by_method(rows), AXES[rows[0]["axis"]]
     # On a CPU a machine's memory is no limit of the sweep, and its models have few parameters.
     grows = axis.grows and not is_on_cpu(rows)
@@ -84,7 +79,6 @@ def _length(found: LargestValue, grows: bool) -> float:
 
 
 def _words(found: LargestValue) -> str:
-    """Return the largest value, for beside its bar."""
     row = found.best
     if row is None:
         return "nothing that was tried trains"

@@ -1,7 +1,5 @@
 """Translate the flags of an unplanned run into a plan, for the planner's memory model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,8 +15,7 @@ RECOMPUTED_SITES = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"),
 """The sites that each value of `--swap-recompute` recomputes."""
 
 
-H200 = find_gpu("h200")
-"""The GPU of the measured runs. Site names and memory are the same on every GPU."""
+H200 = find_gpu("h200")  # The GPU of the measured runs. Site names and memory are the same on every GPU.
 
 
 def with_mlp_section(profile: Profile) -> Profile:
@@ -30,7 +27,6 @@ def with_mlp_section(profile: Profile) -> Profile:
 
 
 def plan_of(model: Model, flags: Sequence[str]) -> Plan | None:
-    """Return the plan that is equivalent to the flags; ``None``: no plan describes this baseline."""
     if any(flag.startswith(("--fine-grained", "--cpu-offloading")) for flag in flags):
         return None
     words = list(flags)

@@ -1,7 +1,5 @@
 """The results of a sweep: rows of finished runs, and the run to make next."""
 
-from __future__ import annotations
-
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -31,21 +29,11 @@ COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env", "warm_up
 """Fields that must be equal in all rows of one file."""
 ANY_GPU = next(iter(GPUS.values()))
 """The memory model's stand-in for a GPU that is not in the table: predicted memory hardly depends on speed."""
-EXPECTED_RUNS = 3
-"""Expected runs of a method: one that trains, one that does not, one for an error of the memory model."""
+EXPECTED_RUNS = 3  # Expected runs of a method: one that trains, one that does not, one for an error of the memory model
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The machine and the command of the runs.
-
-    Attributes:
-        facts: `versions`, `machine`, `commit`, `link`.
-        tiers: memory that a run may use.
-        gpu: the GPU's data sheet; `None`: not in the table, or there is no GPU.
-        command: this program's command line.
-    """
-
     facts: dict[str, Any]
     tiers: Tiers
     gpu: Gpu | None
@@ -53,15 +41,6 @@ class Scene:
 
 
 class SweepResults:
-    """The rows of a sweep, stored as runs end, and the runs that are left.
-
-    ``methods``: those of the sweep to search with. ``path``: the result file; ``None``: rows are kept in memory only.
-
-    Raises:
-        StoreError: the file exists without `resume`, or its rows are not comparable with runs of this program.
-        RowError: the file does not hold rows of a sweep.
-    """
-
     def __init__(self, sweep: Sweep, methods: Iterable[str], path: Path | None, scene: Scene, *, resume: bool) -> None:
         self._sweep, self._methods, self.scene = sweep, list(methods), scene
         self.on_gpu, self.time_limit_s, self.host_limit_gib = sweep.on_gpu, sweep.time_limit_s, sweep.host_limit_gib
@@ -71,21 +50,10 @@ class SweepResults:
         )
         self._numbers = [value.number for value in sweep.values]
         self._store = ResultStore(path, resume=resume, check=check_sweep_row)
-        # Only in memory: the file is written at the next change, and a dry run does not change it.
-        self._store.rows = [row for row in self._store.rows if not self._was_limited(row)]
         for row in self._store.rows:
             self._check_resumed(row)
 
-    def _was_limited(self, row: Row) -> bool:
-        """Return whether a limit that has been raised since stopped the run; such a run is repeated."""
-        limit = {"timeout": "time_limit_s", "oom_host": "host_limit_gib"}.get(row["outcome"])
-        if limit is None or limit not in row:
-            return False
-        before, now = row[limit], getattr(self._sweep, limit)
-        return before is not None and (now is None or now > before)
-
     def _check_resumed(self, row: Row) -> None:
-        """Raise `StoreError` unless a row of the file is comparable with rows of this program."""
         if row["method"] not in self._sweep.methods or row["value"] not in self._numbers:
             raise self._store.refuse(f"{row['method']} {row['case']}, which sweep {self._sweep.name} has not")
         if row["outcome"] == PRUNED:
@@ -96,17 +64,14 @@ class SweepResults:
         self._store.require_same(trial.label, {**now, **row}, now)  # older rows lack some of the fields
 
     def start(self, name: str) -> int:
-        """Return the index of the largest value that fits by the memory model; 0 if none does."""
         places = range(self.count(name))
         return max(0, bisect_left(places, True, key=lambda at: not self.trial(name, at).forecast.fits) - 1)
 
     def count(self, name: str) -> int:
-        """Return how many values are not pruned: the larger ones are predicted to exceed a tier."""
         places = range(len(self._numbers))
         return bisect_left(places, True, key=lambda at: self.trial(name, at).forecast.excess is not None)
 
     def next_trial(self, name: str) -> Trial | None:
-        """Return the next trial of a method; `None`: its largest value is known."""
         count = self.count(name)
         tried = self._tried(name)
         if count == 0 or any(outcome.startswith("missing") for outcome in tried.values()):
@@ -117,7 +82,6 @@ class SweepResults:
         return None if place is None else self.trial(name, place)
 
     def todo(self) -> list[Trial]:
-        """Return the next run alone: its result decides what follows."""
         for name in self._methods:
             trial = self.next_trial(name)
             if trial is not None:
@@ -126,7 +90,6 @@ class SweepResults:
         return []
 
     def num_left(self) -> int:
-        """Estimate how many runs are left."""
         left = [name for name in self._methods if self.next_trial(name) is not None]
         return sum(max(1, EXPECTED_RUNS - len(self._tried(name))) for name in left)
 
@@ -138,7 +101,6 @@ class SweepResults:
         return self._sweep.request(trial)
 
     def add(self, trial: Trial, run: Run, seconds: float) -> str:
-        """Store a run, and return it as a line."""
         found, tail = run["outcome"], run.get("output_tail")
         if found == "ok" and run["step_ms_median"] is None:  # unstable steps are left out, and no other was timed
             stages = stages_text(run["planning"])
@@ -151,7 +113,6 @@ class SweepResults:
         return f"{trial.label}: {_words(row)} ({seconds:.0f} s)"
 
     def finish(self, name: str) -> None:
-        """Store which larger values of a method were not tried, and why."""
         rows = [row for row in self._store.rows if (row["method"], row["outcome"]) != (name, PRUNED)]
         values, count, tried = self._sweep.values, self.count(name), self._tried(name)
         best = max((at for at, outcome in tried.items() if outcome == "ok"), default=-1)
@@ -169,7 +130,6 @@ class SweepResults:
         self._store.replace(self._ordered(rows))
 
     def _pruned(self, name: str, places: list[int], why: str) -> list[Row]:
-        """Return one pruned row for all of these values; empty for no values."""
         if not places:
             return []
         about = {"outcome": PRUNED, "output_tail": None, "why": why, "run_s": None, "date": now()}
@@ -192,7 +152,6 @@ class SweepResults:
         }  # fmt: skip
 
     def rows(self) -> list[Row]:
-        """Return the rows in the order of the sweep's methods, then of values."""
         return self._ordered(self._store.rows)
 
     def _ordered(self, rows: Iterable[Row]) -> list[Row]:
@@ -201,7 +160,6 @@ class SweepResults:
 
 
 def _words(row: Row) -> str:
-    """Return what one run has found."""
     if row["outcome"] != "ok":
         return outcome(row)
     if row["tiers_gib"]["device"] is None:  # times of a CPU say nothing
@@ -213,7 +171,6 @@ def _words(row: Row) -> str:
 
 
 def measured(result: dict[str, Any], gpu: Gpu | None) -> Row:
-    """Return the measured part of a row; values that the run did not measure are null."""
     row: Row = {field: result.get(field) for field in MEASURED}
     losses, median_ms = [float.fromhex(loss) for loss in row["losses"] or ()], row["step_ms_median"]
     quarter = max(1, len(losses) // 4)

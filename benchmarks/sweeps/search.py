@@ -1,7 +1,5 @@
 """The search for the largest value that trains."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 
@@ -11,12 +9,6 @@ def following(count: int, start: int, trained: Mapping[int, bool], *, trusted: b
     The search goes upwards from the largest value that trains, in steps that double, until one fails; then it bisects.
     Where nothing has trained yet it goes downwards in the same way if ``trusted``, else it bisects at once. Nothing
     larger than a failed value is tried. A failure below a value that trains is ignored.
-
-    Args:
-        count: the number of values, which are in rising order.
-        start: the index to try first.
-        trained: the tried indices, and whether each trained.
-        trusted: ``start`` is expected to be near the result.
     """
     good = max((place for place, is_good in trained.items() if is_good), default=-1)
     bad = min((place for place, is_good in trained.items() if not is_good and place > good), default=count)

@@ -24,26 +24,20 @@ from megatron.swap.forecast.gpus import Gpu
 from megatron.swap.memory.disk_file import SPARE_BYTES
 
 SWEEPS = Path(__file__).with_name("definitions")
-FIT = re.compile(r"--swap-optimizer fit\b")
-"""The memory model chooses the offload fraction."""
+FIT = re.compile(r"--swap-optimizer fit\b")  # The memory model chooses the offload fraction
 STEP_PERCENT = 5
 FRACTIONS_PERCENT = range(STEP_PERCENT, 101, STEP_PERCENT)
-LEAST_STEPS = 4
-"""The first quarter of the steps is compared with the last to see whether the loss falls."""
+LEAST_STEPS = 4  # The first quarter of the steps is compared with the last to see whether the loss falls
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A method at one value, ready to run."""
-
     method: Method
     value: Value
     flags: tuple[str, ...]
     forecast: Forecast
-    params: int
-    """Parameters of the model, by arithmetic."""
-    param_bytes: int
-    """Bytes of weight, gradient and optimizer state per parameter, on all tiers together."""
+    params: int  # Parameters of the model, by arithmetic
+    param_bytes: int  # Bytes of weight, gradient and optimizer state per parameter, on all tiers together
 
     @property
     def label(self) -> str:
@@ -56,18 +50,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep file."""
-
     name: str
     description: str
     axis_name: str
     on_gpu: bool
-    values: tuple[Value, ...]
-    """Values in rising order; their flags are complete except for the method's."""
+    values: tuple[Value, ...]  # Values in rising order; their flags are complete except for the method's
     methods: dict[str, str]
     num_warm_up: int
-    time_limit_s: float
-    """Time limit of one run."""
+    time_limit_s: float  # Time limit of one run
     host_limit_gib: float | None
     """A run is stopped when this much of the machine's host memory is in use; ``None``: no limit."""
     env: dict[str, str]
@@ -77,20 +67,11 @@ class Sweep:
         return AXES[self.axis_name]
 
     def chosen(self, methods: Sequence[str]) -> Sweep:
-        """Return the sweep with only these methods (empty: all). Raises: ``SuiteError``."""
         check_names("--method", methods, list(self.methods))
         kept = {name: text for name, text in self.methods.items() if not methods or name in methods}
         return replace(self, methods=kept)
 
     def trial(self, name: str, place: int, tiers: Tiers, gpu: Gpu | None) -> Trial:
-        """Return method ``name`` at the value with index ``place``.
-
-        For ``--swap-optimizer fit`` the memory model chooses the offload fraction: the smallest that is predicted to
-        fit; if none is, the one that leaves most free of the fullest tier.
-
-        Raises:
-            SuiteError: the method says ``fit``, and the memory model has no prediction for the run.
-        """
         text = self.methods[name]
         if FIT.search(text) is None:
             return self._trial(name, text, place, tiers, gpu)
@@ -127,7 +108,6 @@ class Sweep:
         return Trial(method, value, flags, predicted, num_params(flags, where), param_bytes)
 
     def request(self, trial: Trial) -> Request:
-        """Return the request of a run."""
         piece = trial.method.piece
         return Request(
             flags=trial.flags, num_warm_up=self.num_warm_up, env={**self.env, **piece.env}, wrap=piece.wrap,
@@ -135,10 +115,6 @@ class Sweep:
         )  # fmt: skip
 
     def disk_gib(self, *, assumed: bool = False) -> float:
-        """Return the most GiB of disk that a method may take: its limit, or the free space if that is less.
-
-        ``assumed``: the machine is another one, which has as much free space as the method's limit.
-        """
         most = 0.0
         for name, text in self.methods.items():
             whole = FIT.sub("--swap-optimizer 1", text)
@@ -155,12 +131,6 @@ def sweep_names() -> list[str]:
 
 
 def load_sweep(given: str) -> Sweep:
-    """Read and check a sweep. ``given``: its name, or the path of a .toml file.
-
-    Raises:
-        SuiteError: there is no such file, it is not TOML, a key is missing, unknown or of another type, or a method
-            cannot be built.
-    """
     name, top = read_table("sweep", given, SWEEPS)
     on_gpu, axis = top.choose("device", DEVICES) == "gpu", top.choose("axis", AXES)
     warm_up = top.take("warm_up", int, default=2, least=2)
@@ -168,17 +138,11 @@ def load_sweep(given: str) -> Sweep:
     flags = (*shlex.split(top.take("flags", str)), "--train-iters", str(num_steps))
     values = read_values(axis, top, flags, top.take("micro_batches", int, least=1))
     sweep = Sweep(
-        name=name,
-        description=top.take("description", str),
-        axis_name=axis,
-        on_gpu=on_gpu,
-        values=tuple(values),
-        methods=_methods(top, values[0], on_gpu=on_gpu),
-        num_warm_up=warm_up,
+        name=name, description=top.take("description", str), axis_name=axis, on_gpu=on_gpu, values=tuple(values),
+        methods=_methods(top, values[0], on_gpu=on_gpu), num_warm_up=warm_up,
         time_limit_s=top.take("time_limit_s", int, least=1),
-        host_limit_gib=top.take("host_limit_gib", int, default=None, least=1),
-        env=environment(top),
-    )
+        host_limit_gib=top.take("host_limit_gib", int, default=None, least=1), env=environment(top),
+    )  # fmt: skip
     top.refuse_rest("env")
     return sweep
 

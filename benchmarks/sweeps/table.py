@@ -1,7 +1,5 @@
 """The table of a sweep: the largest value of each method, and what stopped the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,13 +11,7 @@ from benchmarks.table import ABSENT, Table, cell_gib, cell_ms, cell_number
 
 @dataclass(frozen=True)
 class LargestValue:
-    """The largest value that one method trains.
-
-    Attributes:
-        best: the row of that value; `None`: no value trains.
-        stop: the row of the next value; `None`: there is none, or it has not been tried yet.
-        is_apart: values between `best` and `stop` were not tried.
-    """
+    """The largest value that one method trains, and the next, ``is_apart`` if values between were not tried."""
 
     method: str
     is_ours: bool
@@ -29,7 +21,6 @@ class LargestValue:
 
     @property
     def stopped_by(self) -> str:
-        """Return the outcome of the next value, in words."""
         if self.stop is None:
             return "nothing larger was tried" if self.best is not None else "nothing was tried"
         if self.stop["outcome"] == PRUNED:
@@ -39,7 +30,6 @@ class LargestValue:
 
     @property
     def stopped_short(self) -> str:
-        """Return the outcome of the next value in fewer words, for a picture."""
         if self.stop is not None and self.stop["outcome"] == PRUNED:
             return f"{self.stop['case']}: predicted not to fit"
         return self.stopped_by
@@ -47,8 +37,6 @@ class LargestValue:
 
 @dataclass(frozen=True)
 class MachineLimit:
-    """All memory of a machine, and the parameters whose weight, gradient and optimizer state fill it."""
-
     device_gib: float
     host_gib: float
     disk_gib: float
@@ -60,7 +48,6 @@ class MachineLimit:
 
     @property
     def sum(self) -> str:
-        """Return the sizes of the tiers that there are, as a sum."""
         tiers = [("device", self.device_gib), ("host", self.host_gib), ("disk", self.disk_gib)]
         return " + ".join(f"{gib:.1f} GiB of {tier}" for tier, gib in tiers if gib >= 0.05)
 
@@ -73,7 +60,6 @@ class MachineLimit:
 
 
 def largest_by_method(rows: Sequence[Row]) -> list[LargestValue]:
-    """Return the largest value of each method, in rising order; of equal values the fastest method is last."""
     found, values = [], {row["value"] for row in rows}
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
@@ -90,25 +76,17 @@ def largest_by_method(rows: Sequence[Row]) -> list[LargestValue]:
             if best and stop and best["value"] < value < stop["value"] and value not in known
         ]  # fmt: skip
         found.append(LargestValue(method, mine[0]["is_ours"], best, stop, bool(between)))
-    return sorted(found, key=lambda one: _rank(one.best))
-
-
-def _rank(row: Row | None) -> tuple[float, float]:
-    return (row["value"], row["tokens_per_s"] or 0.0) if row is not None else (0.0, 0.0)
+    return sorted(found, key=lambda one: (one.best["value"], one.best["tokens_per_s"] or 0.0) if one.best else (0, 0.0))
 
 
 def machine_limit(rows: Sequence[Row]) -> MachineLimit:
-    """Return the limit of the machine that the rows come from.
-
-    Host memory is the most that any run could use; disk is the least that was free, which all runs had.
-    """
+    """Return the limit of the machine: the most host memory of any run, and the disk that all had."""
     tiers = [row["tiers_gib"] for row in rows]
     host_gib, disk_gib = max(one["host"] for one in tiers), min(one["disk"] for one in tiers)
     return MachineLimit(tiers[0]["device"] or 0.0, host_gib, disk_gib, rows[0]["param_bytes"])
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Build the table of the largest value of each method. That of a machine without a GPU has no times."""
     return (_cpu_table if is_on_cpu(rows) else _gpu_table)(largest_by_method(rows))
 
 
@@ -143,7 +121,6 @@ def _cpu_table(found: Sequence[LargestValue]) -> Table:
 
 
 def _of_methods(found: Sequence[LargestValue], columns: dict[str, Callable[[Row], str]]) -> Table:
-    """Build a row per method; ``columns``: of the row of its largest value."""
     columns = {
         "parameters": lambda row: short(params_of(row)),
         **columns,
@@ -161,37 +138,35 @@ def _of_methods(found: Sequence[LargestValue], columns: dict[str, Callable[[Row]
 
 
 def is_on_cpu(rows: Sequence[Row]) -> bool:
-    """Return whether the sweep ran without a GPU, where times say nothing."""
     return rows[0]["tiers_gib"]["device"] is None
 
 
 def params_of(row: Row) -> int:
-    """Return the number of parameters: counted, or by arithmetic if the run ended before counting."""
     return int(row["num_params"] or row["params"])
 
 
 def short(params: float) -> str:
-    """Format a number of parameters with three digits."""
     value, unit = (params / 1e9, "B") if params >= 999.5e6 else (params / 1e6, "M")
     return f"{format(value, '#.3g').rstrip('.')} {unit}"
 
 
-CPU_LEGEND = (
+LARGEST = (
     "Largest: all steps were run, in a separate process, and the loss fell (mean of the last quarter of the steps "
-    "below that of the first). Device: peak memory of the emulated device, beside the model as it was built; "
+    "below that of the first)."
+)
+CPU_LEGEND = (
+    f"{LARGEST} Device: peak memory of the emulated device, beside the model as it was built; "
     "`--swap-cpu-memory-gib` limits it. Times are in the rows alone: without a GPU threads emulate the copies, and the "
     "times say nothing about a GPU."
 )
 LEGEND = (
-    "Largest: all steps were run, in a separate process, and the loss fell (mean of the last quarter of the steps "
-    "below that of the first). Device: peak of PyTorch's allocator, allocated and (reserved). Host: growth of the "
+    f"{LARGEST} Device: peak of PyTorch's allocator, allocated and (reserved). Host: growth of the "
     "process or pinned memory, whichever is larger. Step: median after warm-up. MFU: the model's FLOP/s ÷ those of the "
     "GPU's data sheet."
 )
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the Markdown page that is written beside the rows."""
     first, on_cpu = rows[0], is_on_cpu(rows)
     lines = heading(f"{first['suite']}: the largest {first['axis']}", first, CPU_LEGEND if on_cpu else LEGEND)
     lines += [str(table(rows)), ""]

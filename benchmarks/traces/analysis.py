@@ -1,7 +1,5 @@
 """Analyse one trace: checks, figures, and the findings to save."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,8 +18,6 @@ SLOW_LINK = 0.75
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one traced step."""
-
     step: int
     duration_ms: float
     """Duration of the host's range, which ends with a wait for the device if the loss is read every step."""
@@ -35,24 +31,19 @@ class StepFigures:
 
 @dataclass
 class Analysis:
-    """A trace with its checks and figures."""
-
     trace: Trace
     engine: Engine
     compute: Compute
     storages: list[TracedStorage]
     ordering: checks.Ordering
     mismatches: list[str]
-    links: dict[str, figures.Link]
-    """Figures of the link by direction: ``out``, ``in``."""
-    hidden_share: float | None
-    """Hidden fraction of the copies in both directions together."""
+    links: dict[str, figures.Link]  # Figures of the link by direction: `out`, `in`
+    hidden_share: float | None  # Hidden fraction of the copies in both directions together
     predicted: dict[str, float | None]
     stalls: list[figures.Stall]
     gaps: list[figures.Gap]
     steps: list[StepFigures]
-    compared: bool
-    """Whether a summary was given."""
+    compared: bool  # Whether a summary was given
 
     @property
     def is_clean(self) -> bool:
@@ -60,16 +51,7 @@ class Analysis:
 
 
 def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: float | None = None) -> Analysis:
-    """Analyse a trace.
-
-    Args:
-        trace: the trace.
-        summary: the content of the ``--swap-summary`` file of the same run.
-        link_gb_s: bandwidth of the idle link; copies slower than ``SLOW_LINK`` times this are a mismatch.
-
-    Raises:
-        TraceError: there are no traced steps, or nothing was swapped in them.
-    """
+    """Analyse a trace. ``summary``: of the same run. ``link_gb_s``: bandwidth of the idle link."""
     engine = read_engine(trace)
     compute = Compute(trace, engine)
     storages, problems = find_storages(engine)
@@ -113,19 +95,15 @@ def _step_figures(step: Step, engine: Engine, compute: Compute, stalls: Sequence
     inside = [stall for stall in stalls if window and window.start_ns <= stall.start_ns <= window.end_ns]
     busy = intervals.clip(compute.busy, window.start_ns, window.end_ns) if window else np.empty((0, 2), np.int64)
     return StepFigures(
-        step=step.number,
-        duration_ms=(step.end_ns - step.start_ns) / MS,
-        compute_busy_ms=intervals.total(busy) / MS,
+        step=step.number, duration_ms=(step.end_ns - step.start_ns) / MS, compute_busy_ms=intervals.total(busy) / MS,
         d2h_ms=intervals.total(figures.copy_spans(engine.launched_in(step, "out"))) / MS,
         h2d_ms=intervals.total(figures.copy_spans(engine.launched_in(step, "in"))) / MS,
-        stalled_ms=figures.stalled_ms(inside),
-        peak_memory_bytes=max(marks, default=None),
+        stalled_ms=figures.stalled_ms(inside), peak_memory_bytes=max(marks, default=None),
         copies=checks.count_copies(engine, step),
-    )
+    )  # fmt: skip
 
 
 def findings(analysis: Analysis) -> dict[str, Any]:
-    """Return the content of findings.json, as plain JSON values."""
     engine, ordering, storages = analysis.engine, analysis.ordering, analysis.storages
     outside = [copy for copy in engine.copies if engine.step_at(copy.at.start_ns) is None]
     return {
@@ -170,7 +148,6 @@ def findings(analysis: Analysis) -> dict[str, Any]:
 
 
 def _foreign(engine: Engine) -> dict[str, dict[str, int]]:
-    """Return number and bytes of the copies that are not the engine's, by direction."""
     found: dict[str, dict[str, int]] = {}
     for memcpy in sorted(engine.other_copies, key=lambda memcpy: memcpy.direction):
         total = found.setdefault(memcpy.direction, {"num_copies": 0, "num_bytes": 0})

@@ -3,8 +3,6 @@
 Order is derived from the launches on the host, not from device times alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +12,7 @@ from benchmarks.traces.engine import Engine, Step
 from benchmarks.traces.records import US
 from benchmarks.traces.storages import TracedStorage
 
-TOLERANCE_NS = US
-"""Resolution of the device's clock across its engines."""
+TOLERANCE_NS = US  # Resolution of the device's clock across its engines
 
 RULES = {
     "out_after_compute": "a copy out starts after the compute launched before its swap_out range",
@@ -35,8 +32,6 @@ UNJUDGED = {
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that one storage broke, and by how much."""
-
     rule: str
     step: int
     group: str
@@ -50,8 +45,6 @@ class Violation:
 
 @dataclass
 class Ordering:
-    """Numbers of checks of each rule, their smallest margins, and the violations."""
-
     num_checked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
     least_margin_us: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(RULES))
     violations: list[Violation] = field(default_factory=list)
@@ -72,7 +65,6 @@ class Ordering:
 
 
 def check_order(storages: Sequence[TracedStorage], compute: Compute) -> Ordering:
-    """Check every storage against ``RULES``."""
     ordering = Ordering()
     for storage in storages:
         out = storage.out
@@ -98,8 +90,6 @@ def check_order(storages: Sequence[TracedStorage], compute: Compute) -> Ordering
 
 @dataclass(frozen=True)
 class StepCopies:
-    """Number and bytes of the copies launched in one step, by the trace."""
-
     num_out_copies: int
     swapped_out_bytes: int
     num_in_copies: int
@@ -107,8 +97,6 @@ class StepCopies:
 
 
 def count_copies(engine: Engine, step: Step) -> StepCopies:
-    """Count the copies of a step; a storage in several pieces counts as several copies, as in the engine."""
-
     def count(direction: str) -> tuple[int, int]:
         pieces = [piece for copy in engine.launched_in(step, direction) for piece in copy.pieces]
         return len(pieces), sum(piece.num_bytes for piece in pieces)
@@ -117,7 +105,6 @@ def count_copies(engine: Engine, step: Step) -> StepCopies:
 
 
 def compare_with_summary(engine: Engine, summary: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each disagreement of the trace and the summary of the same run."""
     records = {record["iteration"]: record for record in summary.get("steps", [])}
     for step in engine.steps:
         record = records.get(step.number)

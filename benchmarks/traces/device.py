@@ -11,20 +11,16 @@ from benchmarks.traces import intervals
 from benchmarks.traces.engine import Engine, Wait
 from benchmarks.traces.records import NO_LAUNCH, US, Range, Trace
 
-CLOSED_GAP_NS = 10 * US
-"""Shorter gaps between kernels come from launching and count as busy."""
+CLOSED_GAP_NS = 10 * US  # Shorter gaps between kernels come from launching and count as busy
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A stretch of device time."""
-
     start_ns: int
     end_ns: int
 
     @staticmethod
     def of(work: np.recarray) -> Extent | None:
-        """Return the time from the first start to the last end; ``None``: there is no work."""
         return Extent(int(work.start_ns.min()), int(work.end_ns.max())) if len(work) else None
 
 
@@ -69,23 +65,19 @@ class Compute:
         return int(self._earliest_start[found]) if found < self.num_ordered else None
 
     def extent(self, at: Range) -> Extent | None:
-        """Return the device time of the main-stream work launched within ``at`` on its thread."""
         first, last = np.searchsorted(self._launched.launch_start_ns, (at.start_ns, at.end_ns), side="left")
         within = self._launched[first:last]
         return Extent.of(within[within.thread == at.thread])
 
     def window(self, start_ns: int, end_ns: int) -> Extent | None:
-        """Return the device time of all compute launched between two host times."""
         launch = self.all.launch_start_ns
         return Extent.of(self.all[(launch >= start_ns) & (launch <= end_ns)])
 
     def gaps(self, window: Extent) -> np.ndarray:
-        """Return where the main stream idles, as intervals of shape (n, 2), without gaps below ``CLOSED_GAP_NS``."""
         busy = intervals.clip(self._busy_main, window.start_ns, window.end_ns)
         return intervals.subtract(np.array([[window.start_ns, window.end_ns]]), busy)
 
     def launch_of(self, start_ns: int) -> tuple[int, int] | None:
-        """Return launch time and thread of the first main-stream work that starts at ``start_ns`` or later."""
         found = int(np.searchsorted(self.main.start_ns, start_ns, side="left"))
         if found == len(self.main) or self.main.launch_start_ns[found] == NO_LAUNCH:
             return None

@@ -4,8 +4,6 @@ The names of the ranges are a contract with ``megatron.swap.common.instrumentati
 docs/dev/architecture.md lists them.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -27,8 +25,6 @@ DIRECTION_OF = {"DtoH": "out", "HtoD": "in"}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One traced training iteration, in host time."""
-
     number: int
     start_ns: int
     end_ns: int
@@ -39,8 +35,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer's ``forward`` or ``backward`` over one micro-batch, in host time."""
-
     what: str
     layer: int
     micro_batch: int
@@ -60,18 +54,14 @@ class Wait:
 
 @dataclass
 class StorageCopy:
-    """The copy of one storage, in one or several pieces. ``direction``: ``out`` or ``in``."""
-
     direction: str
     site: str
     layer: int
     micro_batch: int
     num_bytes: int
     at: Range
-    ordered_ns: int = NO_LAUNCH
-    """Start of its group's range: the copy waits for the work launched before."""
-    why: str = ""
-    """``swap_out``, ``prefetch`` or ``swap_in``; empty: the copy lies in no such range."""
+    ordered_ns: int = NO_LAUNCH  # Start of its group's range: the copy waits for the work launched before
+    why: str = ""  # `swap_out`, `prefetch` or `swap_in`; empty: the copy lies in no such range
     pieces: list[Memcpy] = field(default_factory=list)
 
     @property
@@ -93,29 +83,21 @@ class StorageCopy:
 
 @dataclass
 class Engine:
-    """The engine's ranges by type, each list in order of time."""
-
     steps: list[Step] = field(default_factory=list)
     layers: list[LayerRun] = field(default_factory=list)
     copies: list[StorageCopy] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)
-    """Samples of (host time, bytes allocated)."""
-    other_copies: list[Memcpy] = field(default_factory=list)
-    """Copies between host and device that belong to no range."""
-    problems: list[str] = field(default_factory=list)
-    """Inconsistencies within the trace itself."""
+    memory: list[tuple[int, int]] = field(default_factory=list)  # Samples of (host time, bytes allocated)
+    other_copies: list[Memcpy] = field(default_factory=list)  # Copies between host and device that belong to no range
+    problems: list[str] = field(default_factory=list)  # Inconsistencies within the trace itself
 
     def step_at(self, moment_ns: int) -> Step | None:
-        """Return the step that contains host time ``moment_ns``; ``None``: no traced step does."""
         return _holding(self.steps, moment_ns)
 
     def launched_in(self, step: Step, direction: str = "") -> list[StorageCopy]:
-        """Return the copies of a step, in a direction or both."""
         return [copy for copy in self.copies if step.has(copy.at.start_ns) and direction in ("", copy.direction)]
 
     def streams(self) -> dict[str, list[int]]:
-        """Return the streams of the swap copies, by direction."""
         found: dict[str, set[int]] = {"out": set(), "in": set()}
         for copy in self.copies:
             found[copy.direction].update(piece.stream for piece in copy.pieces)
@@ -123,11 +105,6 @@ class Engine:
 
 
 def read_engine(trace: Trace) -> Engine:
-    """Find the engine's ranges, and the range that launched each copy.
-
-    Raises:
-        TraceError: no ``step`` or no ``copy_out`` range is in the trace.
-    """
     engine = Engine()
     groups: dict[int, list[Range]] = defaultdict(list)
     for found in trace.ranges:
@@ -174,7 +151,6 @@ def _holding[Span: (Range, Step)](spans: Sequence[Span], moment_ns: int) -> Span
 
 
 def _assign_copies(engine: Engine, copies: Sequence[Memcpy]) -> None:
-    """Assign every copy to the range that launched it (same thread, same time), and check the result."""
     by_thread: dict[int, list[StorageCopy]] = defaultdict(list)
     for storage in engine.copies:
         by_thread[storage.at.thread].append(storage)

@@ -1,7 +1,5 @@
 """Figures of a trace: copy time hidden under compute, use of the link, stalls and gaps of compute, prediction."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,34 +12,24 @@ from benchmarks.traces.engine import Engine, Step, StorageCopy
 from benchmarks.traces.records import MS, Range
 from benchmarks.traces.storages import TracedStorage
 
-NUM_GAPS = 10
-"""Number of the largest gaps that are listed."""
+NUM_GAPS = 10  # Number of the largest gaps that are listed
 
-PROFILERS_OWN = "ProfilerStep"
-"""A range that torch.profiler adds by itself, without information here."""
+PROFILERS_OWN = "ProfilerStep"  # A range that torch.profiler adds by itself, without information here
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of the link over all traced steps."""
-
     num_copies: int
     num_bytes: int
     copy_ms: float
-    gb_per_s: float | None
-    """Bytes ÷ time in which at least one copy ran, in 10^9 bytes per second."""
-    busy_share: float
-    """Fraction of the steps' time in which a copy ran."""
-    hidden_share: float | None
-    """Fraction of the copy time in which compute was busy."""
+    gb_per_s: float | None  # Bytes ÷ time in which at least one copy ran, in 10^9 bytes per second
+    busy_share: float  # Fraction of the steps' time in which a copy ran
+    hidden_share: float | None  # Fraction of the copy time in which compute was busy
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Compute waited until a copy had ended."""
-
-    what: str
-    """``wait`` for a copy in; ``release`` for a copy out, before its memory is released."""
+    what: str  # `wait` for a copy in; `release` for a copy out, before its memory is released
     site: str
     micro_batch: int
     start_ns: int
@@ -58,31 +46,23 @@ class Stall:
 
 @dataclass(frozen=True)
 class Gap:
-    """A stretch in which the main compute stream idled."""
-
     step: int
-    start_ms: float
-    """Time since the step's first kernel."""
+    start_ms: float  # Time since the step's first kernel
     ms: float
-    owner: str
-    """The wait that filled most of the gap, else ``host: …`` with the range that launched the next kernel."""
-    stalled_ms: float
-    """Time in the gap in which compute waited for copies."""
+    owner: str  # The wait that filled most of the gap, else `host: …` with the range that launched the next kernel
+    stalled_ms: float  # Time in the gap in which compute waited for copies
 
 
 def copy_spans(copies: Sequence[StorageCopy]) -> np.ndarray:
-    """Return the intervals in which at least one copy ran, shape (n, 2)."""
     return intervals.of(piece for copy in copies for piece in copy.pieces)
 
 
 def hidden_share(spans: np.ndarray, busy: np.ndarray) -> float | None:
-    """Return the fraction of ``spans`` that lies in ``busy``; ``None`` if ``spans`` is empty."""
     length = intervals.total(spans)
     return float(intervals.covered(spans[:, 0], spans[:, 1], busy).sum()) / length if length else None
 
 
 def link(within: Sequence[StorageCopy], direction: str, compute: Compute, steps_ns: int) -> Link:
-    """Return the figures of one direction. ``within``: copies of the steps; ``steps_ns``: duration of the steps."""
     copies = [copy for copy in within if copy.direction == direction]
     spans = copy_spans(copies)
     copy_ns = intervals.total(spans)
@@ -119,12 +99,10 @@ def find_stalls(storages: Sequence[TracedStorage], compute: Compute) -> list[Sta
 
 
 def stalled_ms(stalls: Sequence[Stall]) -> float:
-    """Return the time, in ms, in which at least one stall lasted."""
     return intervals.total(intervals.of(stalls)) / MS
 
 
 def find_gaps(steps: Sequence[Step], compute: Compute, stalls: Sequence[Stall], ranges: Sequence[Range]) -> list[Gap]:
-    """Return the largest gaps of compute within the steps, the largest first."""
     rows = []
     for step in steps:
         window = compute.window(step.start_ns, step.end_ns)

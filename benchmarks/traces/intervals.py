@@ -1,23 +1,13 @@
 """Sets of time: sorted, disjoint intervals as an int64 array of shape (n, 2), start and end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 
-class Span(Protocol):
-    @property
-    def start_ns(self) -> int: ...
-
-    @property
-    def end_ns(self) -> int: ...
-
-
-def of(spans: Iterable[Span]) -> np.ndarray:
-    """Return the union of ``spans``."""
+def of(spans: Iterable[Any]) -> np.ndarray:
+    """Return the union of what has ``start_ns`` and ``end_ns``."""
     found = np.array([(span.start_ns, span.end_ns) for span in spans], np.int64).reshape(-1, 2)
     return union(found[:, 0], found[:, 1])
 
@@ -35,7 +25,6 @@ def union(starts: np.ndarray, ends: np.ndarray, close_below: int = 0) -> np.ndar
 
 
 def total(intervals: np.ndarray) -> int:
-    """Return the sum of the intervals' lengths."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
@@ -55,7 +44,6 @@ def covered(starts: np.ndarray, ends: np.ndarray, cover: np.ndarray) -> np.ndarr
 
 
 def subtract(intervals: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """Return the parts of ``intervals`` that are not in ``taken``."""
     edges = np.unique(np.concatenate((intervals.ravel(), taken.ravel())))
     starts, ends = edges[:-1], edges[1:]
     stays = (covered(starts, ends, intervals) > 0) & (covered(starts, ends, taken) == 0)
@@ -63,6 +51,5 @@ def subtract(intervals: np.ndarray, taken: np.ndarray) -> np.ndarray:
 
 
 def clip(intervals: np.ndarray, start: int, end: int) -> np.ndarray:
-    """Return the parts of ``intervals`` between ``start`` and ``end``."""
     inside = np.clip(intervals, start, end)
     return inside[inside[:, 1] > inside[:, 0]]

@@ -1,7 +1,5 @@
 """Read the Chrome-trace JSON of torch.profiler, from a GPU or from the emulation on a CPU."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -18,11 +16,6 @@ Event = dict[str, Any]
 
 
 def read_kineto(path: Path) -> Trace:
-    """Read ``rank-N.json`` or ``rank-N.json.gz``.
-
-    Raises:
-        TraceError: the file is no such JSON, or has no named range.
-    """
     found = _Events(path)
     named = found.of("user_annotation")
     if not named:
@@ -36,8 +29,6 @@ def read_kineto(path: Path) -> Trace:
 
 
 class _Events:
-    """The complete events of a file by category."""
-
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()
         try:

@@ -1,7 +1,5 @@
 """Read the SQLite file of ``nsys export --type sqlite``. Tables and columns not in ``NEEDED`` may differ by version."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
@@ -14,12 +12,10 @@ KERNEL, MEMCPY, MEMSET, RUNTIME = (f"CUPTI_ACTIVITY_KIND_{name}" for name in ("K
 NVTX = "NVTX_EVENTS"
 ON_DEVICE = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
 NEEDED = {
-    KERNEL: (*ON_DEVICE, "shortName"),
-    MEMCPY: (*ON_DEVICE, "bytes", "copyKind"),
-    RUNTIME: ("start", "end", "globalTid", "correlationId"),
-    NVTX: ("start", "end", "eventType", "text", "globalTid"),
+    KERNEL: (*ON_DEVICE, "shortName"), MEMCPY: (*ON_DEVICE, "bytes", "copyKind"),
+    RUNTIME: ("start", "end", "globalTid", "correlationId"), NVTX: ("start", "end", "eventType", "text", "globalTid"),
     "StringIds": ("id", "value"),
-}
+}  # fmt: skip
 PUSH_POP = 59
 DIRECTIONS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
 """The values of CUPTI's CUpti_ActivityMemcpyKind that occur here."""
@@ -29,11 +25,7 @@ IN_PROCESS = "globalTid & ~0xFFFFFF = ?"
 
 
 def read_nsys(path: Path) -> Trace:
-    """Read the trace of the lowest-numbered GPU in the file (rank 0 of a host).
-
-    Raises:
-        TraceError: a needed table or column is missing, or there is no range in the file.
-    """
+    """Read the trace of the lowest-numbered GPU in the file (rank 0 of a host)."""
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
         try:
             return _Database(path, database).read()

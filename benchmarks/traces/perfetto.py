@@ -1,7 +1,5 @@
 """Write a small Chrome trace of the engine's work in device time, for https://ui.perfetto.dev."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ Event = dict[str, Any]
 
 
 def write_perfetto(analysis: Analysis, path: Path) -> None:
-    """Write all traced steps to ``path`` (gzipped JSON)."""
     events: list[Event] = [_named("process_name", name="Megatron Swap")]
     for lane, name in LANES.items():
         events += [_named("thread_name", lane, name=name), _named("thread_sort_index", lane, sort_index=lane)]

@@ -1,7 +1,5 @@
 """Open a trace of either format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.traces.kineto import read_kineto
@@ -10,11 +8,6 @@ from benchmarks.traces.records import Trace, TraceError
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace; its format is detected from the content, not from the name.
-
-    Raises:
-        TraceError: the file has neither format, or cannot be used (the message says why).
-    """
     if not path.is_file():
         raise TraceError(f"{path}: no such file. Give a trace of torch.profiler or a SQLite export of nsys.")
     with path.open("rb") as file:

@@ -3,17 +3,13 @@
 Times are integer nanoseconds on one clock that starts with the first range.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-NO_LAUNCH = int(np.iinfo(np.int64).min)
-"""Placeholder for an unknown launch time: the launch was before the capture."""
-WITHIN_DEVICE = "DtoD"
-"""Copies within the device count as compute: they run between kernels on the compute stream."""
+NO_LAUNCH = int(np.iinfo(np.int64).min)  # Placeholder for an unknown launch time: the launch was before the capture
+WITHIN_DEVICE = "DtoD"  # Copies within the device count as compute: they run between kernels on the compute stream
 US = 1_000
 MS = 1_000_000
 TIMES = ("start_ns", "end_ns", "launch_start_ns", "launch_end_ns", "thread", "stream")
@@ -29,8 +25,6 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A named stretch of host time on one thread."""
-
     name: str
     start_ns: int
     end_ns: int
@@ -39,8 +33,6 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Memcpy:
-    """One copy that ran on the device. ``direction``: CUDA's name, such as DtoH or HtoD."""
-
     direction: str
     num_bytes: int
     start_ns: int
@@ -57,17 +49,11 @@ class Memcpy:
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace of a few training steps."""
-
     format: Literal["kineto", "nsys"]
-    is_emulated: bool
-    """Whether there was no GPU: operators on the host stand for kernels, threads for copy engines."""
-    work: np.recarray
-    """Records of ``WORK``, sorted by start."""
-    copies: list[Memcpy]
-    """Copies between device and host, or between devices."""
-    ranges: list[Range]
-    """Sorted by start; of ranges with the same start the outer one is first."""
+    is_emulated: bool  # Whether there was no GPU: operators on the host stand for kernels, threads for copy engines
+    work: np.recarray  # Records of `WORK`, sorted by start
+    copies: list[Memcpy]  # Copies between device and host, or between devices
+    ranges: list[Range]  # Sorted by start; of ranges with the same start the outer one is first
 
 
 class Activities:
@@ -91,7 +77,6 @@ class Activities:
 
 
 def work_from(rows: list[tuple[Any, ...]]) -> np.recarray:
-    """Return the records of ``rows`` (in the order of ``WORK``), sorted by start."""
     records = np.array(rows, WORK)
     return records[np.argsort(records["start_ns"], kind="stable")].view(np.recarray)
 

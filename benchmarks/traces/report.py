@@ -1,7 +1,5 @@
 """Print and save an analysis."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator
@@ -15,17 +13,14 @@ from benchmarks.traces.records import MS
 from benchmarks.traces.tables import findings_table, gaps_table, order_table, time_table
 from megatron.swap.common.types import format_bytes
 
-NUM_SHOWN = 20
-"""Maximum number of violations and mismatches that are printed; findings.json has all."""
+NUM_SHOWN = 20  # Maximum number of violations and mismatches that are printed; findings.json has all
 COPY_COLUMNS = (
     "step", "group", "site", "direction", "bytes", "gb_per_s", "start_ms", "end_ms", "stream", "launch_ms", "why"
 )  # fmt: skip
-OUTPUT_FILES = ("findings.json", "copies.csv", "trace.perfetto.json.gz")
-"""Files that ``save`` writes."""
+OUTPUT_FILES = ("findings.json", "copies.csv", "trace.perfetto.json.gz")  # Files that `save` writes
 
 
 def lines(analysis: Analysis) -> Iterator[str]:
-    """Yield what is printed: figures first, the verdict last."""
     found = findings(analysis)
     for table in (time_table([found]), findings_table([found]), order_table(found)):
         yield f"{table.aligned}\n"
@@ -80,10 +75,7 @@ def copy_rows(analysis: Analysis) -> Iterator[tuple[object, ...]]:
 
 
 def save(analysis: Analysis, folder: Path, about: dict[str, Any] | None = None) -> list[Path]:
-    """Write findings, copies and Perfetto trace, and return their paths.
-
-    ``about``: machine, versions, commit and command of the traced run, kept with the findings.
-    """
+    """Write findings (with ``about`` the machine), copies and Perfetto trace, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     found, copies, perfetto = (folder / name for name in OUTPUT_FILES)
     found.write_text(json.dumps({"about": about, **findings(analysis)}, indent=1) + "\n")

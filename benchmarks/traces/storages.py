@@ -1,7 +1,5 @@
 """The history of every storage in a traced step: copied out, released, copied in, waited for."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,21 +9,16 @@ from benchmarks.traces.engine import Engine, Step, StorageCopy, Wait
 
 @dataclass
 class Reload:
-    """One copy in, and compute's wait for it; ``None``: autograd did not ask for the storage."""
-
     copy: StorageCopy
     wait: Wait | None = None
 
 
 @dataclass
 class TracedStorage:
-    """A saved storage of one site, from its copy out on."""
-
     step: Step
     out: StorageCopy
     release: Wait | None = None
-    overtaken: Wait | None = None
-    """The wait for the copy out if autograd asked for the storage before its release."""
+    overtaken: Wait | None = None  # The wait for the copy out if autograd asked for the storage before its release
     reloads: list[Reload] = field(default_factory=list)
 
     @property
@@ -39,7 +32,6 @@ class TracedStorage:
         return self.release is None and self.overtaken is None and not self.reloads
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each event that the engine always records and that is missing."""
         name = f"step {self.step.number}: {self.out.site} mb{self.out.micro_batch} was copied in, but"
         if self.reloads and self.release is None:
             yield f"{name} never released after its copy out"
@@ -49,10 +41,7 @@ class TracedStorage:
 
 
 def find_storages(engine: Engine) -> tuple[list[TracedStorage], list[str]]:
-    """Return the storages that were copied out in a traced step, and a sentence for each unmatched or missing event.
-
-    If a site is saved more than once in a step, its events are paired in order.
-    """
+    """Return the storages that were copied out in a traced step, and a sentence for each unmatched event."""
     storages: dict[tuple[Step, str, int], list[TracedStorage]] = defaultdict(list)
     problems: list[str] = []
     events: list[StorageCopy | Wait] = sorted([*engine.copies, *engine.waits], key=lambda event: event.at.start_ns)

@@ -1,7 +1,5 @@
 """The tables of findings: what ``tools/analyze_trace.py`` prints and the report shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -25,7 +23,6 @@ def num_checks(found: Findings) -> int:
 
 
 def findings_table(columns: Sequence[Findings]) -> Table:
-    """Build the table of findings, one column per profiler."""
     lines: Lines = {
         "steps traced": lambda found: cell_number(len(found["steps"])),
         "ordering checks made": lambda found: cell_number(num_checks(found)),
@@ -60,7 +57,6 @@ def _of_link(way: str, name: str) -> Lines:
 
 
 def time_table(columns: Sequence[Findings]) -> Table:
-    """Build the table of where an average traced step's time goes."""
     return _table("ms a step", columns, {
         "step": lambda found: cell_ms(_a_step(found, "duration_ms")),
         "compute busy": lambda found: cell_ms(_a_step(found, "compute_busy_ms")),
@@ -73,7 +69,6 @@ def time_table(columns: Sequence[Findings]) -> Table:
 
 
 def gaps_table(found: Findings) -> Table:
-    """Build the table of the largest gaps of compute and their causes."""
     return Table.of(found["gaps"][:NUM_GAPS], {
         "step": lambda gap: cell_number(gap["step"]),
         "gap, ms": lambda gap: cell_ms(gap["ms"]),
@@ -83,7 +78,6 @@ def gaps_table(found: Findings) -> Table:
 
 
 def order_table(found: Findings) -> Table:
-    """Build the table of rules: how often each was checked and broken, and by how little it held."""
     return Table.of(found["checks"].items(), {
         "rule": lambda pair: RULES[pair[0]],
         "checked": lambda pair: cell_number(pair[1]["num_checked"]),

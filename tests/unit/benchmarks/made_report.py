@@ -1,7 +1,5 @@
 """Fabricated results for the tests of the report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +62,6 @@ def suite() -> list[Row]:
         ours("ours-mlp", 860.0, 18.0, 6.0, f"--swap-layers all {RECOMPUTE}"),
         ours("ours-dies", None, None, 0.0, "--swap-layers 0-2"),
     ]
-
-
-def names(rows: list[Row]) -> list[str]:
-    return [row["method"] for row in rows]
 
 
 def markdown_of(docs: Path, page: str = APPENDIX) -> str:

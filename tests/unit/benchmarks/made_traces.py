@@ -1,7 +1,5 @@
 """Make traces with known content, by hand (``Made``) or from a small training (``train``), in both formats."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sqlite3
@@ -16,7 +14,6 @@ BASE_NS = 5_836_462_573_000_000
 """Profilers' clocks do not start at zero."""
 MAIN, AUTOGRAD = 101, 102
 COMPUTE, OUT, IN = 7, 20, 24
-OUT_THREAD, IN_THREAD = 111, 112
 KINDS = {"HtoD": 1, "DtoH": 2, "DtoD": 8}
 PROCESS = 77 << 24
 
@@ -39,7 +36,6 @@ class Device:
 class Made:
     """A trace that a test composes. Times are in ns."""
 
-    emulated: bool = False
     device: list[Device] = field(default_factory=list)
     launches: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Correlation, start, end, thread."""
@@ -77,9 +73,6 @@ class Made:
         yield {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}
         for name, start, end, thread in self.ranges:
             yield _event("user_annotation", name, start, end, thread)
-        if self.emulated:
-            yield from self._emulated_events()
-            return
         yield _event("cpu_op", "aten::mm", 0, US, MAIN)
         yield _event("gpu_user_annotation", "step 1", 0, US, COMPUTE)
         for number, start, end, thread in self.launches:
@@ -93,18 +86,6 @@ class Made:
             else:
                 name = f"Memcpy {found.what} (Device -> Pinned)"
                 yield _event("gpu_memcpy", name, found.start, found.end, found.stream, bytes=found.num_bytes, **args)
-
-    def _emulated_events(self) -> Iterator[dict[str, Any]]:
-        launches = {number: (start, thread) for number, start, _, thread in self.launches}
-        for found in self.device:
-            start, thread = launches[found.number]
-            if found.what == "kernel":
-                yield _event("cpu_op", "aten::linear", found.start, found.end, thread)
-                yield _event("cpu_op", "aten::addmm", found.start + US, found.end - US, thread)
-            else:
-                yield _event("user_annotation", f"emulated launch {found.number}", start, start, thread)
-                name = f"emulated copy {found.number} {found.what} {found.num_bytes}"
-                yield _event("user_annotation", name, found.start, found.end, found.stream)
 
     def _write_nsys(self, path: Path) -> Path:
         with closing(sqlite3.connect(path)) as database, database:
@@ -183,8 +164,8 @@ class Plan:
 class Training:
     """Host, compute stream and two copy streams, with the engine's waits. All layers but the last are swapped."""
 
-    def __init__(self, plan: Plan, emulated: bool) -> None:
-        self.plan, self.made = plan, Made(emulated)
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.made = plan, Made()
         self.now = 0
         self.thread = MAIN
         self.free = {"compute": 0, "out": 0, "in": 0}
@@ -203,28 +184,22 @@ class Training:
     def compute(self, duration: int) -> None:
         launch = self.now
         start = max(self.free["compute"], launch + 3 * US)
-        if self.made.emulated:
-            start = launch
         self.made.run("kernel", launch, start, start + duration, COMPUTE, self.thread)
         self.free["compute"] = start + duration
-        self.now = start + duration if self.made.emulated else launch + 2 * US
+        self.now = launch + 2 * US
 
     def wait(self, moment: int) -> None:
         """Let the compute stream wait."""
-        if self.made.emulated:
-            self.now = max(self.now, moment)
-        else:
-            self.free["compute"] = max(self.free["compute"], moment)
+        self.free["compute"] = max(self.free["compute"], moment)
 
     def copy(self, way: str, after: int) -> int:
         plan = self.plan
         num_bytes = plan.site_bytes // plan.num_pieces
-        names = {"out": ("DtoH", OUT, OUT_THREAD), "in": ("HtoD", IN, IN_THREAD)}[way]
-        stream = names[2] if self.made.emulated else names[1]
+        name, stream = {"out": ("DtoH", OUT), "in": ("HtoD", IN)}[way]
         for _ in range(plan.num_pieces):
             start = max(self.free[way], after, self.now + 3 * US)
             end = start + round(num_bytes / plan.bytes_per_ns)
-            self.made.run(names[0], self.now, start, end, stream, self.thread, num_bytes)
+            self.made.run(name, self.now, start, end, stream, self.thread, num_bytes)
             self.free[way] = end
             self.now += 2 * US
             self.totals[-1][f"num_{way}_copies"] += 1
@@ -282,19 +257,18 @@ class Training:
                 for layer in range(self.plan.num_layers):
                     self.forward(layer, batch)
                 # The GPU computes backward on autograd's own thread.
-                self.thread = MAIN if self.made.emulated else AUTOGRAD
+                self.thread = AUTOGRAD
                 for layer in reversed(range(self.plan.num_layers)):
                     self.backward(layer, batch)
                 self.thread = MAIN
             self.compute(self.plan.kernel_ns)  # optimizer
-            if not self.made.emulated:
-                self.made.run("DtoH", self.now, self.free["compute"], self.free["compute"] + US, COMPUTE, MAIN, 4)
-                self.now = max(self.now, self.free["compute"] + 2 * US)  # the loss is read
+            self.made.run("DtoH", self.now, self.free["compute"], self.free["compute"] + US, COMPUTE, MAIN, 4)
+            self.now = max(self.now, self.free["compute"] + 2 * US)  # the loss is read
 
 
-def train(plan: Plan | None = None, emulated: bool = False) -> tuple[Made, dict[str, Any]]:
+def train(plan: Plan | None = None) -> tuple[Made, dict[str, Any]]:
     """Return the trace of a correct run and its summary."""
-    training = Training(plan or Plan(), emulated)
+    training = Training(plan or Plan())
     for number in range(training.plan.num_steps):
         training.step(training.plan.first_step + number)
     return training.made, {"steps": training.totals}

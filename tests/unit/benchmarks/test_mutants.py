@@ -1,7 +1,5 @@
 """Random faults: each is one small change, and the file is Python still."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -38,16 +36,6 @@ def test_one_of_each_kind(tmp_path: Path) -> None:
         compile(planted, one.file, "exec")
         pairs = enumerate(zip(TEXT.splitlines(), planted.splitlines(), strict=True), 1)
         assert [number for number, (before, after) in pairs if before != after] == [one.line]
-
-
-def test_a_statement_in_a_function_has_its_own_lines(tmp_path: Path) -> None:
-    """Elsewhere code runs at import, and any line of the file may show what it made."""
-    (tmp_path / "size.py").write_text("LIMIT = 3\n" + TEXT + "    for b in (\n        7,\n    ):\n        print(b)\n")
-    lines = {one.old: one.lines for one in mutants(["size.py"], tmp_path)}
-    assert lines["3"] == (5, 5)  # the last of that text
-    assert lines["True"] == (1, 14)
-    assert lines["7"] == (10, 12)
-    assert lines["print(b)"] == (13, 13)
 
 
 def test_the_tests_of_a_statement() -> None:

@@ -1,7 +1,5 @@
 """Benchmark programs with rows of their own, as far as they run without a GPU and without other libraries."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

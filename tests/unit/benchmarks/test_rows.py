@@ -1,14 +1,12 @@
 """The schema of result rows and the messages for rows that break it; result files that grow, resume and are locked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.rows import UNPLANNED, Row, RowError, check_row, peak_gib, read_rows, write_rows
+from benchmarks.rows import UNPLANNED, RowError, check_row, read_rows
 from benchmarks.store import ResultStore, StoreError, locked
 from tests.unit.benchmarks.made_report import a_row
 
@@ -45,34 +43,16 @@ def test_which_fields_are_needed() -> None:
     ("field", "value", "said"),
     [
         ("outcome", "crashed", "'outcome' is 'crashed'; allowed"),
-        ("outcome", None, "'outcome' is null"),
         ("date", "yesterday", "a time in ISO 8601 is expected"),
-        ("date", 7, "a time in ISO 8601 is expected"),
         ("step_ms_median", "2.5", "'step_ms_median' is '2.5', not of type int or float"),
         ("step_ms_all", [1.0, "2"], r"'step_ms_all\[\]' is '2'"),
-        ("num_params", 1.5, "'num_params' is 1.5, not of type int"),
         ("num_params", True, "'num_params' is True"),
-        ("losses_equal", 1, "'losses_equal' is 1, not of type bool"),
-        ("budget_gib", "24", "'budget_gib' is '24', not of type int or float"),
-        ("profile_sha256", 7, "'profile_sha256' is 7, not of type str"),
-        ("num_replans", 1.5, "'num_replans' is 1.5, not of type int"),
         ("peak", "highest", "'peak' is 'highest'; allowed: allocated, reserved, saved"),
-        ("versions", "torch", "'versions' is 'torch', not of type dict"),
     ],
 )
 def test_wrong_values(field: str, value: Any, said: str) -> None:
     with pytest.raises(RowError, match=said):
         check_row(row(**{field: value}))
-
-
-def test_files(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "rows.jsonl"
-    write_rows(path, [row(), row(method="other", extra=[1])])
-    assert read_rows(path) == [row(), row(method="other", extra=[1])]
-    with pytest.raises(RowError, match=r"rows\.jsonl:1 .*'commit' is null"):
-        write_rows(path, [row(commit=None)])
-    assert len(read_rows(path)) == 2, "what was there stays when the new rows are wrong"
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_rows_from_before_the_planner_were_planned_by_nobody(tmp_path: Path) -> None:
@@ -83,27 +63,6 @@ def test_rows_from_before_the_planner_were_planned_by_nobody(tmp_path: Path) -> 
     path.write_text(json.dumps({**old, "budget_gib": 24.0}) + "\n")
     with pytest.raises(RowError, match="'predicted_peak_gib' is missing"):
         read_rows(path)
-
-
-def test_which_peak_counts() -> None:
-    measured = row(device_peak_gib=1.0, device_reserved_gib=2.0, saved_peak_gib=3.0)
-    for peak, gib in (({}, 1.0), ({"peak": "allocated"}, 1.0), ({"peak": "reserved"}, 2.0), ({"peak": "saved"}, 3.0)):
-        assert peak_gib(measured | peak) == gib
-    assert peak_gib(row()) is peak_gib(row(peak="saved")) is None
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [("{", "rows.jsonl:2: not JSON"), ("[1]", "rows.jsonl:2: a JSON object"), ("{}", "'suite' is missing")],
-)
-def test_lines_that_are_no_rows(tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f"{json.dumps(row())}\n{line}\n")
-    with pytest.raises(RowError, match=said):
-        read_rows(path)
-
-
-# ------------------------------------------------------------------------------------------- result files
 
 
 def test_a_file_is_held_by_all_of_its_names(tmp_path: Path) -> None:
@@ -118,26 +77,16 @@ def test_a_file_is_held_by_all_of_its_names(tmp_path: Path) -> None:
 
 
 def test_every_row_is_in_the_file_at_once_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
+    path = tmp_path / "folder" / "rows.jsonl"
     store = ResultStore(path, resume=True)
     for number in range(3):
         store.append(a_row(str(number), 10.0, 1.0))
         assert read_rows(path) == store.rows
-    store.replace(store.rows[1:])
     with pytest.raises(RowError, match="'commit' is null"):
         store.append({**a_row("two", 10.0, 1.0), "commit": None})
-    assert [row["method"] for row in read_rows(path)] == [row["method"] for row in store.rows] == ["1", "2"]
+    assert [row["method"] for row in read_rows(path)] == [row["method"] for row in store.rows] == ["0", "1", "2"]
+    assert list(path.parent.iterdir()) == [path]
     with pytest.raises(StoreError, match=r"rows\.jsonl exists: continue it with --resume, or name another file"):
         ResultStore(path, resume=False)
     ResultStore(path, resume=True).append(a_row("3", 10.0, 1.0))
-    assert [row["method"] for row in read_rows(path)] == ["1", "2", "3"]
-
-    def check(row: Row, where: str) -> None:
-        raise RowError(f"{where} has no axis")
-
-    with pytest.raises(RowError, match=r"rows\.jsonl:1 has no axis"):
-        ResultStore(path, resume=True, check=check)
-    with pytest.raises(StoreError, match=r"rows\.jsonl cannot be written .*; name another file"), locked(
-        path / "rows.jsonl"
-    ):
-        pass
+    assert [row["method"] for row in read_rows(path)] == ["0", "1", "2", "3"]

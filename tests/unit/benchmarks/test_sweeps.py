@@ -1,30 +1,24 @@
 """Sweeps: their files, the memory model beside measured runs, the search, rows, resuming, and the picture."""
 
-from __future__ import annotations
-
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.rows import Row, RowError, check_sweep_row, read_rows
-from benchmarks.runner import grid
+from benchmarks.rows import Row, check_sweep_row, read_rows
 from benchmarks.runner.grid import measure
-from benchmarks.runner.launch import Finished
 from benchmarks.store import StoreError
 from benchmarks.suites.toml_file import SuiteError
 from benchmarks.sweeps.command import main
-from benchmarks.sweeps.forecast import PROCESSES_GIB, Tiers, forecast
+from benchmarks.sweeps.forecast import Tiers, forecast
 from benchmarks.sweeps.results import Scene, SweepResults
 from benchmarks.sweeps.search import following
 from benchmarks.sweeps.sweep import Sweep, Trial, load_sweep, sweep_names
-from benchmarks.sweeps.table import largest_by_method, markdown
-from megatron.swap.common.types import GIB, KIB, UsageError
+from benchmarks.sweeps.table import largest_by_method
+from megatron.swap.common.types import GIB
 from megatron.swap.forecast.gpus import find_gpu
-from tests.unit.benchmarks.made_report import RESULTS
 
 H200 = find_gpu("h200")
 SHAPE = """
@@ -74,9 +68,9 @@ def results_in(sweep: Sweep, folder: Path, *methods: str, resume: bool = False, 
 class FakeTraining:
     """Trains what ``fits`` says, and records the requested runs."""
 
-    def __init__(self, fits: Callable[[Trial], bool], outcome: str = "oom_device", stop_after: int | None = None):
+    def __init__(self, fits: Callable[[Trial], bool], stop_after: int | None = None):
         self.asked: list[tuple[str, int]] = []
-        self._fits, self._outcome, self._stop_after = fits, outcome, stop_after
+        self._fits, self._stop_after = fits, stop_after
 
     def __call__(self, trial: Trial, _: Sequence[Trial]) -> dict[str, Any]:
         if len(self.asked) == self._stop_after:
@@ -84,7 +78,7 @@ class FakeTraining:
         self.asked.append((trial.method.name, trial.value.number))
         if self._fits(trial):
             return {"outcome": "ok", **GOOD, "num_params": trial.params}
-        return {"outcome": self._outcome, "output_tail": "its last words"}
+        return {"outcome": "oom_device", "output_tail": "its last words"}
 
 
 def search(results: SweepResults, train: Callable[..., dict[str, Any]]) -> dict[str, list[Row]]:
@@ -96,9 +90,6 @@ def search(results: SweepResults, train: Callable[..., dict[str, Any]]) -> dict[
 
 def layers(fits: int) -> Callable[[Trial], bool]:
     return lambda trial: trial.value.number <= fits
-
-
-# ----------------------------------------------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize(
@@ -121,30 +112,15 @@ def test_values_and_flags(tmp_path: Path) -> None:
     trial = sweep.trial("early", 0, TIERS, H200)
     assert trial.flags[-4:] == ("--global-batch-size", "8", "--swap-layers", "0-16")
     assert (trial.label, trial.param_bytes) == ("early 16 layers", 14)
-    head = HEAD.replace('"depth"', '"width"').replace("first = 16", "first = 2048").replace("last = 80", "last = 8192")
-    narrow = SHAPE.replace("--hidden-size 5120 --ffn-hidden-size 13824", "--num-layers 4")
-    narrow = narrow.replace("--num-attention-heads 40", "")
-    content = f'{head.replace("step = 2", "factor = 2")}ffn_ratio = 2.7\nflags = """{narrow}"""\n{METHODS}'
-    values = a_sweep(tmp_path, content).values
-    assert [value.label for value in values] == ["hidden size 2048", "hidden size 4096", "hidden size 8192"]
-    assert "--hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32" in " ".join(values[1].flags)
 
 
 def test_the_part_that_fits_is_the_smallest(tmp_path: Path) -> None:
     """63 % would put 137.59 GiB on the device. PyTorch got 137.0, and that run failed. With 64 % it trained."""
     sweep = a_sweep(tmp_path)
-    numbers = [value.number for value in sweep.values]
-    trial = sweep.trial("ours", numbers.index(58), Tiers(139.8, 122.0, 0.0), H200)
+    place = [value.number for value in sweep.values].index(58)
+    trial = sweep.trial("ours", place, Tiers(139.8, 122.0, 0.0), H200)
     assert trial.flags[trial.flags.index("--swap-optimizer") + 1] == "0.64"
     assert trial.forecast.fullness < 1
-    parts = {}
-    for count in (24, 32, 48):
-        trial = sweep.trial("ours", numbers.index(count), TIERS, H200)
-        parts[count] = float(trial.flags[trial.flags.index("--swap-optimizer") + 1])
-        text = f"ours --swap-optimizer {parts[count] - 0.01:g} + full-recompute"
-        assert trial.forecast.fits
-        assert parts[count] == 0.01 or not sweep._trial("ours", text, numbers.index(count), TIERS, H200).forecast.fits
-    assert parts[24] == 0.01 < parts[32] < parts[48]
     with pytest.raises(SuiteError, match=r"'fit' needs a prediction.* Give a fraction, 0 to 1, instead"):
         a_sweep(tmp_path, FILE.replace("--bf16", "--fp16")).trial("ours", 0, TIERS, H200)
 
@@ -153,15 +129,10 @@ def test_the_part_that_fits_is_the_smallest(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ('axis = "depth"', 'axis = "deep"', "axis = 'deep'; allowed: depth, width, family, sequence, micro-batch"),
-        ("first = 16", "", "key 'first' is missing"),
         ("step = 2", "step = 0", "step = 0; at least 1"),
-        ("last = 80", "last = 8", "last = 8; at least first, 16"),
         ("first = 16", "values = [16, 8]\nfirst = 16", "8 layers: is no larger than 16 layers; values must grow"),
-        ("first = 16", 'values = ["x"]', r"values = \['x'\]; expected: whole numbers from 1 on"),
-        ("micro_batches = 8", "micro_batches = 8\nnum_steps = 3", "num_steps = 3; at least 4"),
         ("micro_batches = 8", "micro_batches = 8\ntimed = 3", "unknown key 'timed'; allowed:"),
         ("--hidden-size 5120", "", "--hidden-size is missing"),
-        ('"none"', '"nothing"', "nothing is no kind of method; known: none"),
         ('"none"', '"ours --swap-layers {depth}"', "only {value} and {layers} are filled in"),
         ('"none"', '"ours --swap-memory-gib static+24"', "is relative to an unswapped run of the same size"),
     ],
@@ -178,25 +149,6 @@ def test_the_command_runs_nothing_where_it_should_not(capsys: pytest.CaptureFixt
     dry = capsys.readouterr().out
     assert "begins at 26 layers (8.58 B parameters): predicted 129.08 GiB of device" in dry
     assert "pruned from 30 layers on: 148.14 GiB of device memory, 139.80 GiB are there (the device's)" in dry
-    with pytest.raises(SystemExit):
-        main(["--sweep", "quick", "--gpu", "h200"])
-    assert "--gpu needs --dry-run" in capsys.readouterr().err
-    assert main(["--sweep", "quick", "--method", "other"]) == 1
-    assert "--method other: there is none of that name; there are none" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------------------------- memory model
-
-
-def test_workers_of_the_data_loader_keep_what_megatrons_offload_replaces() -> None:
-    """What did not fit a machine with 122 GiB is predicted not to fit, and what fitted is predicted to fit."""
-    rows = [json.loads(line) for line in (RESULTS / "h200-depth-sweep.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["method"].startswith("megatron-optimizer") and row["outcome"] != "pruned"]
-    ran = [row for row in rows if "--num-workers" not in row["flags"]]
-    assert {row["outcome"] for row in ran} == {"ok", "oom_host"}
-    for row in ran:
-        predicted = forecast(row["flags"].split(), Tiers(**row["tiers_gib"]), H200)
-        assert predicted.fits == (row["outcome"] == "ok"), (row["method"], row["case"])
 
 
 def shape(more: str, count: int = 32) -> list[str]:
@@ -207,40 +159,17 @@ def test_what_it_says_of_tiers() -> None:
     none, half = forecast(shape(""), TIERS, H200), forecast(shape("--swap-optimizer 0.5"), TIERS, H200)
     assert forecast(shape("--swap-optimizer=0.5"), TIERS, H200) == half
     assert (none.of("host"), none.of("disk"), none.fits, half.fits, half.excess) == (0.0, None, False, True, None)
-    assert none.excess is not None
-    assert none.excess.tier == "device"
     params_gib = 10.48e9 / GIB
     assert half.of("host") == pytest.approx(0.5 * 10 * params_gib, rel=0.01)
     assert half.static_gib == pytest.approx((4 + 5) * params_gib, rel=0.01)
-    peer = "--optimizer-cpu-offload --optimizer-offload-fraction 1 --num-workers 0 --swap-host-gib 20"
-    (host,) = (need for need in forecast(shape(peer, 18), TIERS, H200).needs if need.tier == "host")
-    assert host.limit_gib == TIERS.host - PROCESSES_GIB, "no flag of ours limits what a peer takes"
     on_disk = shape("--swap-optimizer 1 --swap-disk-dir /tmp --swap-disk-gib 60", 48)
     predicted = forecast(on_disk, Tiers(139.8, 118.0, 50.0), H200)
-    assert predicted.of("host") == pytest.approx(112 - 7 * (0.25 + 64 * KIB / GIB))
+    assert predicted.fits
     assert predicted.of("disk") == pytest.approx(10 * 15.55e9 / GIB - 110.25, rel=0.01)
     tight = forecast(on_disk, Tiers(139.8, 118.0, 20.0), H200)
-    assert predicted.fits
     assert tight.excess is not None
     assert (tight.excess.tier, tight.excess.limit_gib) == ("disk", 20.0)
-
-
-def test_of_others_it_knows_the_least() -> None:
-    for more in ("--fine-grained-activation-offloading --offload-modules core_attn", "--num-experts 8"):
-        predicted = forecast(shape(more), TIERS, H200)
-        assert predicted.is_bound
-        assert predicted.of("device") == predicted.static_gib
-    assert forecast(shape(""), TIERS, H200, by_flags=False).is_bound
-    flags = [word for word in shape("--transformer-impl local", 2) if word != "--bf16"]
-    on_cpu = forecast(flags, Tiers(None, 1.0, 0), None)
-    assert on_cpu.of("device") is None
-    assert on_cpu.excess is not None
-    assert on_cpu.excess.tier == "host", "without a GPU all is host memory"
-    with pytest.raises(UsageError, match="--swap-host-gib lots: a number is expected"):
-        forecast(shape("--swap-host-gib lots"), TIERS, H200)
-
-
-# ------------------------------------------------------------------------------------------------ the search
+    assert forecast(shape("--num-experts 8"), TIERS, H200).is_bound
 
 
 def path_of(count: int, start: int, trains: Callable[[int], bool], *, trusted: bool = True) -> list[int]:
@@ -280,93 +209,14 @@ def test_a_search_begins_where_the_memory_model_says(tmp_path: Path) -> None:
         assert larger == [value.number for value in sweep.values if value.number > most], "each was tried or pruned"
 
 
-@pytest.mark.parametrize(
-    ("changed", "outcome"),
-    [({"losses": [(1.0).hex()] * 20}, "loss not falling"), ({"step_ms_all": [], "step_ms_median": None}, "not stable")],
-)
-def test_a_run_that_trains_to_no_result_keeps_its_row(tmp_path: Path, changed: dict[str, Any], outcome: str) -> None:
-    stage = {"stage": "profile", "first_step": 1, "last_step": None, "note": "recorded"}
-    run = {"outcome": "ok", **GOOD, "planning": {"stages": [stage]}, **changed}
-    rows = search(results_in(a_sweep(tmp_path), tmp_path, "none"), lambda *_: dict(run))["none"]
-    assert {row["outcome"] for row in rows} == {outcome, "pruned"}
-    assert rows[0]["losses"] == run["losses"]
-    if outcome == "not stable":
-        assert rows[0]["output_tail"].endswith("raise num_steps. Stages: profile 1 to the end: recorded")
-    markdown(rows)
-
-
 def test_interrupted_and_resumed_it_ends_as_it_would_have(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
     sweep, whole = a_sweep(tmp_path), FakeTraining(layers(24))
-    expected = search(results_in(sweep, tmp_path / "whole"), whole)
-    for stop_after in (0, len(whole.asked) // 2, len(whole.asked) - 1):
-        folder = tmp_path / str(stop_after)
-        folder.mkdir()
-        first, second = FakeTraining(layers(24), stop_after=stop_after), FakeTraining(layers(24))
-        with pytest.raises(KeyboardInterrupt):
-            measure(results_in(sweep, folder), None, first)
-        rows = search(results_in(sweep, folder, resume=True), second)
-        assert first.asked + second.asked == whole.asked
-        one, other = ([[{**row, "run_s": None, "date": None} for row in mine] for mine in found.values()]
-                      for found in (rows, expected))  # fmt: skip
-        assert one == other
-
-
-@pytest.mark.parametrize(
-    ("outcome", "raised"),
-    [("timeout", ("time_limit_s = 60", "time_limit_s = 61")), ("oom_host", ("host_limit_gib = 118", ""))],
-)
-def test_what_a_limit_has_stopped_is_run_again_with_a_higher_one(
-    outcome: str, raised: tuple[str, str], tmp_path: Path
-) -> None:
-    search(results_in(a_sweep(tmp_path), tmp_path, "none"), FakeTraining(layers(20), outcome=outcome))
-    again = FakeTraining(layers(26))
-    search(results_in(a_sweep(tmp_path), tmp_path, "none", resume=True), again)
-    assert not again.asked, "nothing has changed"
-    rows = search(results_in(a_sweep(tmp_path, FILE.replace(*raised)), tmp_path, "none", resume=True), again)["none"]
-    assert max(row["value"] for row in rows if row["outcome"] == "ok") == 26
-
-
-def test_what_cannot_be_resumed(tmp_path: Path) -> None:
-    sweep = a_sweep(tmp_path)
-    search(results_in(sweep, tmp_path, "none"), FakeTraining(layers(24)))
-    with pytest.raises(StoreError, match=r"rows\.jsonl exists: continue it with --resume"):
-        results_in(sweep, tmp_path)
+    search(results_in(sweep, tmp_path), whole)
+    folder = tmp_path / "again"
+    first, second = FakeTraining(layers(24), stop_after=len(whole.asked) // 2), FakeTraining(layers(24))
+    with pytest.raises(KeyboardInterrupt):
+        measure(results_in(sweep, folder), None, first)
+    search(results_in(sweep, folder, resume=True), second)
+    assert first.asked + second.asked == whole.asked
     with pytest.raises(StoreError, match=r"has commit 'c0ffee' for none .*this run has 'other'"):
-        results_in(sweep, tmp_path, resume=True, commit="other")
-    for content, said in (
-        (FILE.replace("4096", "2048"), r"has flags .* rows of one file must be comparable"),
-        (f"warm_up = 3\n{FILE}", r"has warm_up 2 for .*, this run has 3"),
-        (FILE.replace("first = 16", "first = 17"), r"has none .* layers, which sweep small has not"),
-    ):
-        with pytest.raises(StoreError, match=said):
-            results_in(a_sweep(tmp_path, content), tmp_path, resume=True)
-
-
-def test_a_run_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OneRun:
-        def __init__(self, request: Any, *, on_gpu: bool) -> None:
-            self.request = request
-
-        def say(self, word: str) -> None: ...
-        def close(self) -> None: ...
-        def finish(self, limit_s: float, host_gib: float, on_poll: Callable[[], None]) -> Finished:
-            assert (limit_s, host_gib) == (60, 118)
-            return Finished("ok", {**GOOD, "num_params": 7}, "")
-
-    monkeypatch.setattr(grid, "Child", OneRun)
-    results = results_in(a_sweep(tmp_path), tmp_path, "none")
-    assert measure(results, None)
-    good = results.rows()[0]
-    assert (good["mfu"], good["tokens_per_s"]) == (pytest.approx(1e14 / 1e12 / 989), 32768)
-    for change, said in (
-        ({"value": "48"}, "'value' is '48', not of type int"), ({"value": True}, "'value' is True"),
-        ({"is_ours": 1}, "'is_ours' is 1"), ({"loss_last": None}, "'loss_last' is null"),
-        ({"predicted": {"device_gib": "1"}}, "predicted: field 'device_gib' is '1'"),
-        ({"tiers_gib": {}}, "tiers_gib: field 'device' is missing"), ({"outcome": "pruned"}, "'why' is null"),
-    ):  # fmt: skip
-        with pytest.raises(RowError, match=said):
-            check_sweep_row({**good, **change})
-    for field in ("axis", "values", "mfu", "why"):
-        with pytest.raises(RowError, match=f"'{field}' is missing"):
-            check_sweep_row({key: value for key, value in good.items() if key != field})
+        results_in(sweep, folder, resume=True, commit="other")

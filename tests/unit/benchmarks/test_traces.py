@@ -1,10 +1,7 @@
 """Traces in both formats: every planted fault is found with its size, figures are exact, nothing in a correct run."""
 
-from __future__ import annotations
-
 import gzip
 import json
-import random
 import sqlite3
 import subprocess
 import sys
@@ -13,11 +10,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.machine import ROOT
-from benchmarks.traces import intervals
 from benchmarks.traces.analysis import Analysis, analyse, findings
 from benchmarks.traces.checks import RULES
 from benchmarks.traces.reader import read_trace
@@ -41,15 +36,14 @@ def kernels(made: Made) -> list[Device]:
     return [found for found in made.device if found.what == "kernel"]
 
 
-@pytest.mark.parametrize(("kind", "emulated"), [("kineto", False), ("nsys", False), ("kineto", True)])
-def test_a_correct_run_is_clean(tmp_path: Path, kind: str, emulated: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_correct_run_is_clean(tmp_path: Path, kind: str) -> None:
     plan = Plan()
-    made, summary = train(plan, emulated)
+    made, summary = train(plan)
     analysis = judged(made, tmp_path, kind, summary)
     assert analysis.is_clean
     num_storages = plan.num_steps * plan.num_micro_batches * (plan.num_layers - 1) * len(plan.sites)
     assert analysis.ordering.num_checked == dict.fromkeys(RULES, num_storages)
-    assert analysis.trace.is_emulated == emulated
     del summary["steps"][0]["num_in_copies"]
     summary["steps"][0]["num_out_copies"] -= 4
     summary["steps"][1]["iteration"] = 6
@@ -124,19 +118,6 @@ def on_compute_stream(made: Made) -> None:
         copy.stream = COMPUTE
 
 
-def foreign_copies(made: Made) -> None:
-    made.run("HtoD", 3 * MS, 4 * MS, 5 * MS, stream=IN, num_bytes=MIB)
-    made.run("HtoD", 3 * MS, 4 * MS, 5 * MS, stream=IN, num_bytes=MIB - 1)  # small
-    made.run("DtoH", 3 * MS, 4 * MS, 5 * MS, stream=33, num_bytes=1 << 30)  # somebody else's stream
-    made.run("DtoH", -3 * MS, -2 * MS, MS // 2, stream=OUT, num_bytes=MIB)  # under way when the capture began
-    made.launches.pop()
-
-
-def other_bytes_and_way(made: Made) -> None:
-    made.copies("DtoH")[0].num_bytes -= 8
-    made.copies("DtoH")[1].what = "HtoD"
-
-
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
@@ -145,8 +126,6 @@ def other_bytes_and_way(made: Made) -> None:
         (never_out, ["copy_in layers.9/mlp.linear_fc1/0 mb0 lies in no group's range",
                      "step 4: copy_in layers.9/mlp.linear_fc1/0 mb0 without a copy out before"]),
         (on_compute_stream, ["swap copies run on stream 7, which computes: nothing can overlap"]),
-        (foreign_copies, ["a HtoD copy of 1048576 bytes on copy stream 24"]),
-        (other_bytes_and_way, ["announced 4194304 bytes, its copies moved 4194296", f"{KEPT} mb0: copied HtoD"]),
         (lambda made: rename(made, lambda name: None if name == f"wait {KEPT} mb0" else name),
          ["was copied in, but nothing waited for that copy"]),
         (lambda made: rename(made, lambda name: None if name == f"release {KEPT} mb0" else name),
@@ -160,28 +139,6 @@ def test_what_contradicts_itself_is_a_mismatch(tmp_path: Path, plant: Callable[[
         mismatches = judged(made, tmp_path, kind).mismatches
         assert len(mismatches) == len(said)
         assert all(words in text for words, text in zip(said, mismatches, strict=True)), mismatches
-
-
-@pytest.mark.parametrize(
-    ("gone", "storages", "unjudged"),
-    [
-        (("copy_in", "release", "wait"), {"num_overtaken": 0, "num_stayed": 1}, 1),
-        (("copy_in", "release"), {"num_overtaken": 1, "num_stayed": 0}, 0),
-    ],
-)
-def test_what_is_not_released(
-    tmp_path: Path, gone: tuple[str, ...], storages: dict[str, int], unjudged: int
-) -> None:
-    made, _ = train(SMALL)
-    rename(made, lambda name: None if name.startswith(tuple(f"{what} {KEPT}" for what in gone)) else name)
-    made.device.remove(made.copies("HtoD")[0])
-    found = findings(judged(made, tmp_path))
-    assert found["clean"]
-    assert found["reuse_not_judged"]["never_given_back"] == unjudged
-    assert found["storages"] == {"num_copied_out": 2, "num_returned": 1, "num_late": 0, **storages}
-
-
-# ---------------------------------------------------------------------------------------------------- figures
 
 
 def by_hand() -> Made:
@@ -239,47 +196,6 @@ def test_figures_that_can_be_computed_by_hand(tmp_path: Path, kind: str) -> None
     assert analysis.predicted == {"out": pytest.approx(3.995 / 4, abs=1e-12), "in": pytest.approx(2 / 3.5, abs=1e-12)}
 
 
-def test_a_wait_that_the_host_enqueued_late_is_not_charged_with_the_hosts_time(tmp_path: Path) -> None:
-    made = by_hand()
-    made.ranges = [
-        (name, 12 * MS, 12 * MS + US, thread) if name.startswith("wait") else (name, start, end, thread)
-        for name, start, end, thread in made.ranges
-    ]
-    made.launches = [
-        (number, 13 * MS, 13 * MS + US, thread) if start == 10_500 * US else (number, start, end, thread)
-        for number, start, end, thread in made.launches
-    ]
-    assert judged(made, tmp_path).stalls[-1].ms == 2.5
-
-
-def test_communication_hides_nothing(tmp_path: Path) -> None:
-    made = by_hand()
-    made.run("kernel", 10_410 * US, 11 * MS, 14_500 * US, stream=9, name="ncclDevKernel_AllReduce")
-    assert judged(made, tmp_path, "nsys").links["in"].hidden_share == 0.0
-    made.run("kernel", 10_420 * US, 11 * MS, 14_500 * US, stream=9, name="gemm")
-    assert judged(made, tmp_path, "nsys").links["in"].hidden_share == 1.0
-
-
-def test_in_the_emulation_a_wait_inside_an_operator_is_no_compute(tmp_path: Path) -> None:
-    made = Made(emulated=True)
-    made.range("step 1", 0, 20 * MS)
-    made.run("kernel", 0, 0, 2 * MS)
-    made.range("swap_out layers.0 mb0 1 MiB", 2 * MS, 3 * MS)
-    made.range("copy_out layers.0/mlp/0 mb0 1048576", 2 * MS, 3 * MS)
-    made.run("DtoH", 2 * MS + US, 4 * MS, 8 * MS, 111, num_bytes=MIB)
-    made.run("kernel", 3 * MS, 3 * MS, 9 * MS)  # an operator around the release, its own computing after it
-    made.range("release layers.0/mlp/0 mb0", 5 * MS, 8 * MS)
-    made.run("kernel", 10 * MS, 10 * MS, 11 * MS)
-    analysis = judged(made, tmp_path)
-    assert analysis.is_clean
-    assert analysis.links["out"].hidden_share == 0.25
-    assert [(stall.name, stall.ms) for stall in analysis.stalls] == [("release layers.0/mlp/0 mb0", 3.0)]
-    assert analysis.steps[0].compute_busy_ms == 2 + 2 + 1 + 1
-
-
-# ------------------------------------------------------------------------------------------------ both formats
-
-
 def test_both_formats_give_the_same_findings(tmp_path: Path) -> None:
     made, summary = train()
     made.run("kernel", 10, MS // 8, MS // 4, stream=99, name="ncclDevKernel_AllReduce")
@@ -291,13 +207,6 @@ def test_both_formats_give_the_same_findings(tmp_path: Path) -> None:
     assert found["kineto"] == found["nsys"] == found["kineto-plain"]
     assert found["nsys"]["clean"]
     assert found["nsys"]["streams"] == {"num_compute": 2, "main": COMPUTE, "copies_out": [OUT], "copies_in": [IN]}
-    for change in (
-        "DROP TABLE CUPTI_ACTIVITY_KIND_MEMSET", "ALTER TABLE NVTX_EVENTS ADD COLUMN jsonText TEXT",
-        "UPDATE NVTX_EVENTS SET domainId = NULL WHERE domainId = 0",
-    ):  # fmt: skip
-        with closing(sqlite3.connect(tmp_path / "trace.sqlite")) as database, database:
-            database.execute(change)
-        assert findings(analyse(read_trace(tmp_path / "trace.sqlite"), summary))["checks"] == found["nsys"]["checks"]
 
 
 @pytest.mark.parametrize(
@@ -305,15 +214,12 @@ def test_both_formats_give_the_same_findings(tmp_path: Path) -> None:
     [
         (None, r"trace: no such file"),
         (b"PK\x03\x04 a report of nsys", "neither a trace of torch.profiler"),
-        (b'{"other": 1}', "traceEvents"),
-        (b'{"traceEvents": [', "not a whole trace"),
         (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "not a whole trace"),
         (b'{"traceEvents": []}', "no named range"),
         (b"SQLite format 3\0 and then nothing", "not a readable SQLite"),
         ("DROP TABLE NVTX_EVENTS", "table NVTX_EVENTS is missing.*--trace=cuda,nvtx"),
         ("ALTER TABLE CUPTI_ACTIVITY_KIND_RUNTIME DROP COLUMN correlationId", "no column correlationId"),
         ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "no kernel in it"),
-        ("DELETE FROM NVTX_EVENTS WHERE end IS NOT NULL", "no NVTX range"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, content: bytes | str | None, reason: str) -> None:
@@ -328,44 +234,6 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, content: bytes | str | N
         read_trace(path)
 
 
-def test_sets_of_time_agree_with_counting() -> None:
-    draw = random.Random(3)
-    for _ in range(50):
-        first, second = (np.array(sorted(draw.sample(range(60), 2 * draw.randint(0, 6)))) for _ in range(2))
-        a, b = (intervals.union(edges[::2], edges[1::2]) for edges in (first, second))
-        in_a, in_b = ({t for s, e in some for t in range(s, e)} for some in (a, b))
-        assert intervals.total(a) == len(in_a)
-        assert intervals.covered(a[:, 0], a[:, 1], b).sum() == len(in_a & in_b)
-        left = intervals.subtract(a, b)
-        assert {t for s, e in left for t in range(s, e)} == in_a - in_b
-        assert (left[1:, 0] > left[:-1, 1]).all()
-        assert intervals.total(intervals.clip(a, 10, 30)) == len(in_a & set(range(10, 30)))
-    starts, ends = np.array([0, 15, 40]), np.array([10, 31, 50])
-    assert intervals.union(starts, ends, 9).tolist() == [[0, 31], [40, 50]]
-
-
-@pytest.mark.parametrize(("lacking", "reason"), [("step ", "no range 'step N'"), ("copy_out ", "no range 'copy_out")])
-def test_a_trace_without_steps_or_swapping_is_refused(tmp_path: Path, lacking: str, reason: str) -> None:
-    made, _ = train()
-    rename(made, lambda name: None if name.startswith(lacking) else name)
-    for kind in KINDS:
-        with pytest.raises(TraceError, match=reason):
-            judged(made, tmp_path, kind)
-
-
-def test_of_nested_calls_with_one_number_the_outer_one_is_the_launch(tmp_path: Path) -> None:
-    made = Made()
-    made.range("step 1", 0, 10 * MS)
-    made.run("kernel", 5_000, MS, 2 * MS)
-    path = made.write(tmp_path, "kineto-plain")
-    content = json.loads(path.read_text())
-    outer = next(event for event in content["traceEvents"] if event.get("cat") == "cuda_runtime")
-    content["traceEvents"].append({**outer, "cat": "cuda_driver", "ts": outer["ts"] + 0.25, "dur": 0.5})
-    path.write_text(json.dumps(content))
-    work = read_trace(path).work
-    assert (work.launch_start_ns.tolist(), work.launch_end_ns.tolist()) == ([5_000], [6_000])
-
-
 def test_the_tool_fails_with_the_reason_and_overwrites_nothing_that_it_reads(tmp_path: Path) -> None:
     made, summary = train(Plan(bytes_per_ns=1.0, waits=False))
     summary["steps"][0]["num_in_copies"] = 1
@@ -373,18 +241,13 @@ def test_the_tool_fails_with_the_reason_and_overwrites_nothing_that_it_reads(tmp
     path.write_text(json.dumps(summary))
     trace = made.write(tmp_path, "kineto").rename(tmp_path / "trace.perfetto.json.gz")
     for more, code, said in (
-        (["--summary", path, "--output", tmp_path / "out"], 1, "step 4: num_in_copies is 24 in the trace, 1 in the s"),
-        (["--summary", path], 2, f"{trace.name} is written there; name another --output folder"),
-        (["--summary", trace, "--output", tmp_path / "out"], 2, "not a summary"),
+        (["--output", tmp_path / "out"], 1, "step 4: num_in_copies is 24 in the trace, 1 in the s"),
+        ([], 2, f"{trace.name} is written there; name another --output folder"),
     ):
-        command = [sys.executable, str(ROOT / "tools" / "analyze_trace.py"), str(trace), *map(str, more)]
+        command = [sys.executable, ROOT / "tools" / "analyze_trace.py", trace, "--summary", path, *more]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == code
         assert said in done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
-        if code == 1:
-            assert "OUT OF ORDER: 24" in done.stdout
-            assert "4 more in findings.json" in done.stdout
     assert not json.loads((tmp_path / "out" / "findings.json").read_text())["clean"]
 
 
@@ -393,21 +256,12 @@ def test_every_copy_is_listed_and_perfetto_gets_lanes_slices_and_counters(tmp_pa
     save(judged(made, tmp_path, "nsys"), tmp_path)
     head, first, *rest = (tmp_path / "copies.csv").read_text().splitlines()
     assert len(rest) + 1 == len(made.copies("DtoH")) + len(made.copies("HtoD")) == 96
-    copy, site = made.copies("DtoH")[0], "layers.0/mlp.linear_fc1/0"
     row = dict(zip(head.split(","), first.split(","), strict=True))
     found = [row[name] for name in ("step", "group", "direction", "stream", "site", "bytes")]
-    assert found == ["4", "layers.0 mb0", "out", "20", site, str(2 << 20)]
-    assert float(row["start_ms"]) == copy.start / MS
-    assert float(row["gb_per_s"]) == round((2 << 20) / (copy.end - copy.start), 3)
+    assert found == ["4", "layers.0 mb0", "out", "20", "layers.0/mlp.linear_fc1/0", str(2 << 20)]
+    assert float(row["start_ms"]) == made.copies("DtoH")[0].start / MS
     events = json.loads(gzip.decompress((tmp_path / "trace.perfetto.json.gz").read_bytes()))["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert list(lanes.values()) == ["compute", "copies out (D2H)", "copies in (H2D)", "engine (host)"]
-    slices = [event for event in events if event["ph"] == "X"]
-    assert all(event["dur"] >= 0 and event["tid"] in lanes for event in slices)
-    out = [event["args"] for event in slices if lanes[event["tid"]] == "copies out (D2H)"]
+    out = [event for event in events if event["ph"] == "X" and lanes[event["tid"]] == "copies out (D2H)"]
     assert len(out) == len(made.copies("DtoH"))
-    assert out[0] == {"group": "layers.0 mb0", "site": site, "why": "swap_out", "bytes": 2 << 20, "GB/s": 50.0}
-    marks = [event for event in events if event["ph"] == "C"]
-    assert {event["args"]["bytes"] >> 30 for event in marks} == {9, 10, 11, 12, 13}
-    starts = {found.start for found in kernels(made)}
-    assert {round(event["ts"] * 1e3) for event in marks} <= starts, "marks stand where the next kernel starts"
+    assert {event["args"]["bytes"] >> 30 for event in events if event["ph"] == "C"} == {9, 10, 11, 12, 13}
