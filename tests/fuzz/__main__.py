@@ -6,6 +6,7 @@
     python -m tests.fuzz --count 1000 --rows FILE.jsonl             a thousand; goes on where FILE ends
     python -m tests.fuzz --ranks 2 --count 100 --rows FILE.jsonl    over gloo
     python -m tests.fuzz --kind modules --count 1000 --rows FILE    swap.activations
+    python -m tests.fuzz --kind impure --count 1000 --rows FILE     layers that are no pure functions, with a budget
     python -m tests.fuzz --fault NAME --count 50                    with a defect planted, until a case finds it
     python -m tests.fuzz --result docs/results/fuzz.json --rows FILE …   the result file from rows
 """
@@ -26,7 +27,7 @@ from tests.integration.harness import Zygote
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("--kind", choices=("megatron", "modules"), default="megatron")
+    parser.add_argument("--kind", choices=("megatron", "modules", "impure"), default="megatron")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a case, over gloo")
     parser.add_argument("--seed", type=int, help="run this case alone, and print all that is known of it")
     parser.add_argument("--first", type=int, default=0, help="first seed of a run")
@@ -67,15 +68,26 @@ def many(pool: Pool, asked: argparse.Namespace) -> int:
 
 
 def described(row: dict[str, Any]) -> str:
+    """Return the case of a row in words, its outcome, the first difference, and how to run it again."""
     lines = [f"{row['kind']}, {row['ranks']} rank(s), seed {row['seed']}: {row['outcome']}"]
     lines += [str(row[key]) for key in ("error", "trace") if row.get(key)]
-    lines.append("case: " + json.dumps(row.get("case"), indent=1, default=str))
+    lines.append("case: " + json.dumps(row.get("case") or case_of(row), indent=1, default=str))
     lines.append(f"figures: {row.get('figures')}")
     lines.append(f"again: python -m tests.fuzz --kind {row['kind']} --ranks {row['ranks']} --seed {row['seed']}")
     return "\n".join(lines)
 
 
+def case_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the case of a row whose process did not live to describe it."""
+    if row["kind"] != "megatron":
+        return {}
+    from tests.fuzz.megatron_case import megatron_case
+
+    return vars(megatron_case(row["seed"], row["ranks"]))
+
+
 def read(paths: list[Path | None] | None) -> list[dict[str, Any]]:
+    """Return the rows of files; a file that is not there has none."""
     texts = [path.read_text() for path in paths or () if path is not None and path.exists()]
     return [json.loads(line) for text in texts for line in text.splitlines()]
 

@@ -8,13 +8,20 @@ from typing import Any
 
 from tests.integration.harness import Zygote
 
-WORST = ("different", "failed", "died", "hung", "skipped", "equal")
+WORST = ("different", "failed", "died", "hung", "skipped", "refused", "equal")
 """Outcomes of ranks; that of a case is the first of these that any rank has."""
 BAD = frozenset(WORST[:4])
 
 
 class Pool:
-    """The ranks of one world. After a bad case they are started anew. ``fault``: a planted defect."""
+    """The ranks of one world. After a bad case they are started anew.
+
+    Args:
+        kind: one of ``report.KINDS``.
+        num_ranks: of each case.
+        timeout_s: seconds after which a case hangs.
+        fault: a defect of ``faults`` to plant; empty: none.
+    """
 
     def __init__(
         self, zygote: Zygote, kind: str, num_ranks: int = 1, timeout_s: float = 120.0, fault: str = ""
@@ -32,6 +39,7 @@ class Pool:
         self._folder.cleanup()
 
     def run(self, seed: int) -> dict[str, Any]:
+        """Return the row of a case, with the figures of all ranks added up."""
         log = Path(self._folder.name) / "log"
         log.write_text("")
         rows = self._zygote.ask(self._world, {"seed": seed, "log": str(log)}, timeout_s=self._timeout_s)

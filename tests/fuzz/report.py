@@ -1,4 +1,4 @@
-"""What many cases come to: outcomes, what they did and how often, and upstream's errors."""
+"""What many cases come to: outcomes, what was used and how often, and upstream's errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ DID = {
 """Figure → what a case did in which it is not 0."""
 
 
-KINDS = {"megatron": "random Megatron models", "modules": "swap.activations on random modules"}
+KINDS = {
+    "megatron": "random Megatron models", "modules": "swap.activations on random modules",
+    "impure": "layers that are no pure functions, within a budget",
+}  # fmt: skip
 MOVES = ("reloaded_bytes", "recomputed_bytes", "rescues", "optimizer_bytes")
 """Figures of which one is not 0 wherever anything was offloaded and brought back, or recomputed."""
 
@@ -42,6 +45,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def counts(rows: list[Row]) -> dict[str, Any]:
+    """Return the counts of rows of one kind and number of ranks."""
     compared = [row for row in rows if row["outcome"] == "equal"]
     return {
         "seeds": ranges(sorted({row["seed"] for row in rows})),
@@ -52,12 +56,14 @@ def counts(rows: list[Row]) -> dict[str, Any]:
             what: number for figure, what in DID.items()
             if (number := sum(bool(row["figures"].get(figure)) for row in compared))
         },
+        "features": dict(sorted(Counter(name for row in compared for name in row.get("features", ())).items())),
         "skipped": dict(Counter(shortened(row) for row in rows if row["outcome"] == "skipped").most_common()),
         "seconds": round(sum(row.get("seconds", 0) for row in rows)),
     }  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:
+    """Return the counts as text."""
     if not rows:
         return "no case was run"
     found = counts(rows)
@@ -68,6 +74,7 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
+    """Return the contents of the result file."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         what = KINDS[row["kind"]]

@@ -14,7 +14,7 @@ def answering(kind: str, fault: str, rank: int, num_ranks: int, port: int) -> Ca
     """Return the function that runs cases of a kind, with a defect of ``faults`` planted if one is named."""
     run = _runner(kind, rank, num_ranks, port)
     if fault:
-        importlib.import_module("tests.fuzz.faults").PLANTED[fault]()
+        importlib.import_module("tests.fuzz.faults").plant(fault)
 
     def answer(request: Row) -> Row:
         began = time.monotonic()
@@ -28,9 +28,10 @@ def answering(kind: str, fault: str, rank: int, num_ranks: int, port: int) -> Ca
 
 
 def _runner(kind: str, rank: int, num_ranks: int, port: int) -> Callable[[int], Row]:
-    if kind == "modules":
-        from tests.fuzz.module_case import run_seed
-
+    if kind != "megatron":
+        run_seed: Callable[[int], Row] = importlib.import_module(
+            {"modules": "tests.fuzz.module_case", "impure": "tests.fuzz.impure_case"}[kind]
+        ).run_seed
         return run_seed
     from tests.fuzz.megatron_case import megatron_case
     from tests.fuzz.megatron_pair import run_case
