@@ -13,6 +13,7 @@ import gc
 import random
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,8 @@ Layer = Callable[[random.Random], nn.Module]
 
 
 class Lambda(nn.Module):
+    """A layer around one linear: ``function(linear, hidden)``."""
+
     def __init__(self, function: Callable[[nn.Linear, torch.Tensor], Any], out: int = WIDTH) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(WIDTH, out), function
@@ -58,6 +61,37 @@ def attention(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     heads = linear(hidden).view(-1, 3, 2, WIDTH // 2).permute(1, 2, 0, 3)
     out = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], dropout_p=0.1, is_causal=True)
     return hidden + out.transpose(0, 1).reshape(-1, WIDTH)
+
+
+def expanded(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    mean = linear(hidden).mean(0, keepdim=True).expand_as(hidden)
+    return hidden * mean.exp().clamp(max=2)
+
+
+def gathered(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    out = linear(hidden)
+    order = out.detach().sum(1).argsort()
+    values, places = out.topk(4, dim=1)
+    return hidden.index_select(0, order) + torch.zeros_like(hidden).scatter(1, places, values.tanh())
+
+
+def complex_numbers(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.fft.rfft(linear(hidden))
+    return hidden + torch.fft.irfft(spectrum * spectrum.conj().resolve_conj(), n=WIDTH).tanh()
+
+
+def double_precision(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + (linear(hidden).double().cumsum(0) / 8).sin().to(hidden.dtype)
+
+
+def empty_parts(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    out = linear(hidden)
+    return hidden + torch.cat([out[:0].exp(), out.tanh(), out[:0].sin()]) + out.sum().sigmoid()
+
+
+def masked(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    out = linear(hidden)
+    return torch.where(out > 0, out, hidden).masked_fill(hidden > 2, 1.0) + functional.dropout(hidden, 0.3)
 
 
 def same_twice(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -100,9 +134,24 @@ def with_hooks(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return hidden + out * out
 
 
+def without_grad_inside(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = linear(hidden).abs().mean().clamp(min=0.1)
+    return hidden + linear(hidden / scale).sigmoid()
+
+
 def many_outputs(linear: nn.Linear, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     out = linear(hidden)
     return hidden + out.tanh(), {"all": [(out, out.view(-1)[::3])], "count": 3}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.cell(hidden.unsqueeze(1))[0].squeeze(1)
 
 
 class Images(nn.Module):
@@ -125,10 +174,12 @@ def encoder_layer(choose: random.Random) -> nn.Module:
 
 LAYERS: dict[str, Layer] = {
     "mlp": of(mlp), "in place": of(in_place), "views": of(views, 3 * WIDTH), "attention": of(attention, 3 * WIDTH),
-    "same twice": of(same_twice), "custom": of(custom_function),
+    "expanded": of(expanded), "gathered": of(gathered), "complex": of(complex_numbers), "double": of(double_precision),
+    "empty": of(empty_parts), "masked": of(masked), "same twice": of(same_twice), "custom": of(custom_function),
     "checkpoint": of(functools.partial(in_checkpoint, False)),
-    "reentrant": of(functools.partial(in_checkpoint, True)), "hooks": of(with_hooks), "outputs": of(many_outputs),
-    "conv": lambda _: Images(), "encoder": encoder_layer,
+    "reentrant": of(functools.partial(in_checkpoint, True)),
+    "hooks": of(with_hooks), "no grad": of(without_grad_inside), "outputs": of(many_outputs),
+    "gru": lambda _: Recurrent(), "conv": lambda _: Images(), "encoder": encoder_layer,
     "linear": lambda _: nn.Linear(WIDTH, WIDTH), "norm": lambda _: nn.LayerNorm(WIDTH),
 }  # fmt: skip
 
@@ -184,6 +235,12 @@ def several_forwards(model: Model, batch: torch.Tensor, choose: random.Random) -
     return losses
 
 
+def one_backward(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
+    loss = loss_of(model(batch)) + loss_of(model(batch * 0.5))
+    loss.backward()
+    return loss
+
+
 def retained(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
     loss = loss_of(model(batch))
     for _ in range(choose.randint(1, 2)):
@@ -202,6 +259,12 @@ def double_backward(model: Model, batch: torch.Tensor, choose: random.Random) ->
     return loss, grad
 
 
+def part_of_the_graph(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    some = choose.sample(trained, max(1, len(trained) // 2))
+    return torch.autograd.grad(loss_of(model(batch)), some, allow_unused=True)
+
+
 def evaluated(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
     model.eval()
     with choose.choice([torch.no_grad, torch.inference_mode])():
@@ -210,6 +273,15 @@ def evaluated(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
     with torch.no_grad():
         other = loss_of(model(batch))  # in train mode: batch norm's statistics change
     return seen, other, plain(model, batch, choose)
+
+
+def evaluated_between(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
+    loss = loss_of(model(batch))
+    with torch.no_grad():
+        other = loss_of(model(batch * 2))
+    if not any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+        loss.backward()
+    return loss, other
 
 
 def thrown_away(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
@@ -263,16 +335,26 @@ def mixed_precision(model: Model, batch: torch.Tensor, choose: random.Random) ->
     return loss
 
 
+def in_a_thread(model: Model, batch: torch.Tensor, choose: random.Random) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        loss = loss_of(model(batch))
+        threads.submit(loss.backward).result()
+    return loss
+
+
 STEPS: dict[str, Run] = {
     run.__name__: run
     for run in (
-        plain, input_gradient, several_forwards, retained, double_backward, evaluated, thrown_away,
-        failing_forward, failing_backward, changed_in_place, mixed_precision,
+        plain, plain, plain, input_gradient, several_forwards, one_backward, retained, double_backward, evaluated,
+        part_of_the_graph, evaluated_between, thrown_away, failing_forward, failing_backward, changed_in_place,
+        mixed_precision, in_a_thread,
     )
 }  # fmt: skip
 
 
 class Case:
+    """A model, a loop, and options of ``swap.activations``."""
+
     def __init__(self, seed: int) -> None:
         choose = random.Random(f"modules {seed}")
         self.seed = seed
@@ -291,7 +373,8 @@ class Case:
             "layers": choose.choice(["all", "all", "every:2", f"0-{choose.randint(1, 2)}"]),
             "min_mib": choose.choice([0, 0, 0.0005, 0.001]),
             "prefetch_gib": choose.choice([None, None, 1e-7, 1e-6, 1e-5]),
-            "verify": choose.random() < 0.2,
+            # A GRU's kernels write to parts of a storage without telling autograd, so checksums would differ.
+            "verify": choose.random() < 0.2 and "gru" not in self.names,
             "cpu_delay_ms": choose.choice([0, 0.1, 0.5, 1]),
         }
 
@@ -335,8 +418,9 @@ class Case:
 
 
 def run_seed(seed: int) -> dict[str, Any]:
+    """Return the row of a case."""
     case = Case(seed)
-    row: dict[str, Any] = {"case": vars(case), "figures": {}}
+    row: dict[str, Any] = {"case": vars(case), "features": [*case.names, *case.steps], "figures": {}}
     model = case.model()
     twin = copy.deepcopy(model)
     try:

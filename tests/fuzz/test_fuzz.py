@@ -55,11 +55,11 @@ def test_layers_that_are_no_pure_functions_are_equal_or_end_the_run(zygote: Zygo
     pytest.param("modules", "late_writes_unseen", 0, 60, marks=pytest.mark.slow),
     pytest.param("megatron", "uses_before_arrival", 0, 8, marks=pytest.mark.slow),
     pytest.param("megatron", "copies_overtake", 0, 40, marks=pytest.mark.nightly),
-    pytest.param("impure", "no_snapshot", 1, 30, marks=pytest.mark.slow),
+    pytest.param("impure", "no_snapshot", 1, 30, marks=pytest.mark.nightly),
     pytest.param("impure", "no_checksum", 8, 30, marks=pytest.mark.slow),
     pytest.param("impure", "checksum_of_a_part", 4, 30, marks=pytest.mark.nightly),
     pytest.param("impure", "checksum_without_places", 26, 60, marks=pytest.mark.nightly),
-    pytest.param("impure", "flags_unread", 8, 30, marks=pytest.mark.slow),
+    pytest.param("impure", "flags_unread", 8, 30, marks=pytest.mark.nightly),
     pytest.param("impure", "never_in_turn", 68, 60, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_a_planted_defect_is_found(zygote: Zygote, kind: str, fault: str, first_case: int, num_cases: int) -> None:
@@ -74,7 +74,7 @@ def test_a_planted_defect_is_found(zygote: Zygote, kind: str, fault: str, first_
     pytest.fail(f"{num_cases} cases did not find it: {outcomes}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_case_that_hangs_is_told_with_its_stack(zygote: Zygote) -> None:
     with Pool(zygote, "modules", timeout_s=10.0, fault="never_ends") as pool:
         row = pool.run(3)

@@ -94,6 +94,7 @@ def test_equal_to_the_bit(version: str) -> None:
 
 
 @needs_no_gpu
+@pytest.mark.nightly
 def test_two_data_parallel_ranks() -> None:
     for row in rows_of(MEGATRON[-1], ON_TWO_RANKS, num_ranks=2):
         assert_equal(row)

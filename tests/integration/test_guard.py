@@ -20,6 +20,7 @@ def test_a_run_that_has_enough_is_not_touched(trainer: Trainer) -> None:
     assert "the out-of-memory guard was not needed" in run.output
 
 
+@pytest.mark.nightly
 def test_a_run_that_plans_itself_is_rescued_until_its_plan_fits(trainer: Trainer) -> None:
     """The budget exceeds the device, which lacks a third of what autograd holds. The missing bytes lead to a plan that
     fits. Sizes are large enough to measure the link on such a device."""

@@ -178,7 +178,7 @@ def test_of_the_example(env: str, flags: str, words: Words, tmp_path: Path) -> N
     assert_told(done.stdout + done.stderr, words)
 
 
-@pytest.mark.short
+@pytest.mark.slow
 def test_help_begins_with_our_flags(trainer: Trainer) -> None:
     """Upstream's own help text of one flag has a bare ``%``."""
     run = trainer.run("--help")

@@ -45,6 +45,7 @@ def test_lean_state_goes_through_checkpoints(trainer: Trainer) -> None:
     assert_same_checkpoints(second.directory / "checkpoint", swapped_second.directory / "checkpoint")
 
 
+@pytest.mark.nightly
 def test_as_much_is_offloaded_as_the_budget_asks_for(trainer: Trainer) -> None:
     """In the emulation, state that is kept counts too. The fraction depends on the machine's copy speed."""
     flags = f"{BF16} {PLANNING_STATE}"
@@ -141,6 +142,7 @@ def test_a_run_that_is_killed_leaves_the_last_checkpoint_and_nothing_on_disk(tra
     goes_on(trainer, swapped, killed)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_in_the_middle_of_training_of_several_optimizers(trainer: Trainer) -> None:
     """Experts have an optimizer of their own. The checkpoint has the values of offloaded state, not its
     placeholders."""

@@ -48,6 +48,7 @@ def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: st
     assert not [line for line in run.summary["recompute_refused"] if "different bits" in line]
 
 
+@pytest.mark.nightly
 def test_a_planner_is_not_disturbed_by_their_number(trainer: Trainer, documents: str) -> None:
     """Unfused rotary embeddings save some tensors of each document: more or fewer in each step, as many bytes."""
     flags = f"{documents} {FLAG} {FUSED_LLAMA} --train-iters 14 --lr-decay-iters 14"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.machine import ROOT
 
 RANK = """
@@ -62,6 +64,7 @@ os._exit(0)  # DistributedDataParallel leaks its group: a thread of gloo's may a
 """
 
 
+@pytest.mark.nightly
 def test_two_ranks_follow_one_plan(tmp_path: Path) -> None:
     """Rank 0 also evaluates between steps, whose ends are told."""
     command = [sys.executable, "-c", RANK]

@@ -30,6 +30,7 @@ def profile(folder: Path, *flags: str, **settings: str) -> subprocess.CompletedP
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks at what a machine without a GPU leaves")
+@pytest.mark.nightly
 def test_a_run_is_traced_and_judged(tmp_path: Path):
     done = profile(tmp_path / "new", "--swap-layers", "0-5", "--swap-cpu-delay-ms", "1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

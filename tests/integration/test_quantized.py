@@ -20,6 +20,7 @@ IN_8_BITS = ("tensorwise", "delayed", "blockwise", "first and last layer in bf16
 
 
 @pytest.mark.parametrize("recipe", ["none", *(pytest.param(recipe, marks=ON_GPU) for recipe in IN_8_BITS)])
+@pytest.mark.nightly
 def test_every_run_is_equal_to_the_bit(recipe: str) -> None:
     if recipe != "none":
         pytest.importorskip("transformer_engine.pytorch")

@@ -23,7 +23,6 @@ def test_by_torchrun(trainer: Trainer) -> None:
     assert_swapped(run)
 
 
-@pytest.mark.short
 def test_the_comparison_sees_a_small_difference(trainer: Trainer) -> None:
     """Results differ after a slightly larger step size."""
     plain = trainer.unswapped()

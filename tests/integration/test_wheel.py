@@ -111,6 +111,7 @@ def test_the_command_plans_and_checks_the_environment(installed: Installed) -> N
     assert f"can train with {installed.environment}" in done[2].stdout
 
 
+@pytest.mark.nightly
 def test_a_script_of_the_users_trains(installed: Installed) -> None:
     env = {name: value for name, value in environment(0, 1, 0).items() if name != "PYTHONPATH"}
     losses = []

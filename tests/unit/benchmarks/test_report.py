@@ -43,6 +43,7 @@ def built(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "docs")
 
 
+@pytest.mark.slow
 def test_the_committed_report_says_what_the_results_say() -> None:
     command = [sys.executable, "tools/report.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

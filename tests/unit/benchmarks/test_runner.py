@@ -66,6 +66,7 @@ def quiet(child: Child) -> None:
 
 
 @pytest.mark.usefixtures("script")
+@pytest.mark.slow
 def test_it_waits_for_its_words_and_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with Child(request("works", env={"MINE": "1"}), on_gpu=False) as child:

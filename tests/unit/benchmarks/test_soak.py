@@ -71,8 +71,8 @@ def test_three_hundred_steps_of_the_trainer() -> None:
     assert run("planned", 300)["num_plan_changes"] >= 6
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_runs_whose_lengths_change_side_by_side(tmp_path: Path) -> None:
     """Losses are equal and all is flat; the guard rescues, more often than there are long steps."""
     output = tmp_path / "rows.json"

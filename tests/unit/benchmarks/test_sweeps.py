@@ -144,6 +144,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, said: str) -
     assert "small.toml" in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_command_runs_nothing_where_it_should_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--sweep", "h200-depth", "--dry-run", "--gpu", "h200", "--method", "none"]) == 0
     dry = capsys.readouterr().out

@@ -40,7 +40,7 @@ def planned(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> s
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_rows_and_the_line_to_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     large = f"{OF_LLAMA} --micro-batch-size 16"  # so that the host does not limit the speed
     whole = planned(capsys, f"{large} --optimizer none --save-profile p.json")

@@ -55,6 +55,7 @@ def words(command: str) -> list[str]:
     return shlex.split(command.replace("\\\n", ""))
 
 
+@pytest.mark.slow
 def test_the_command_reads_as_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The printed flags, planned again, are the same run, and the budget that they give is the one of the plan."""
     _, (_, command, _, table, *_) = planned(capsys, f"--gpu h100 --memory-gib 20.5 -- {FLAGS}")

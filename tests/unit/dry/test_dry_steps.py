@@ -88,6 +88,7 @@ def test_it_saves_what_the_model_saves_on_the_cpu(name: str, weights: Any, tmp_p
 
 
 @pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.slow
 def test_the_cost_model_says_what_steps_take(
     chunk: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_the_cost_model_says_what_steps_take(
     assert whole.reserved_gib < nothing.reserved_gib
 
 
+@pytest.mark.slow
 def test_the_optimizer_counts(tmp_path: Path) -> None:
     """AdamW's moments are as large as the weights twice, and its step takes time."""
     model = dry_model(CONFIGS["llama"](), tmp_path, Training(64))

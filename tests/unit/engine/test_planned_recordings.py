@@ -43,6 +43,10 @@ F4 = TOKENS * HIDDEN * 4
 MIN_BYTES = 1024
 NUM_LAYERS = 6
 TWO = one_after_the_other(2)
+SCHEDULES = [
+    pytest.param(TWO, id="one after the other"),
+    pytest.param(one_forward_one_backward(6), id="1f1b", marks=pytest.mark.nightly),
+]
 
 MAKES: dict[str, Callable[[], nn.Module]] = {
     "transformer layer": Layer,
@@ -159,14 +163,15 @@ def carried_out(profile: Profile, plan: Plan, make: str, steps: Sequence[Step]) 
     assert 0 <= over_bytes <= dying_mib * MIB * prediction.peak_at.startswith("forward"), plan
 
 
-@pytest.mark.parametrize("steps", [TWO, one_forward_one_backward(6)], ids=["one after the other", "1f1b"])
+@pytest.mark.parametrize("steps", SCHEDULES)
 @pytest.mark.parametrize("make", MAKES)
+@pytest.mark.slow
 def test_a_plan_of_a_recording_holds_what_was_predicted(make: str, steps: list[Step]) -> None:
     """The budgets range from keeping everything to the least that any plan holds."""
     profile = safely(MAKES[make], steps)
     unswapped_gib, least_gib = simulate(profile, empty_plan(profile)).peak_gib, smallest_budget(profile)
     seen: set[Action] = set()
-    for share in (1.0, 0.6, 0.2, 0.0, 0.8, 0.4)[: sized(6, 4)]:
+    for share in (1.0, 0.6, 0.2, 0.0, 0.8, 0.4)[: sized(3, 2, 6)]:
         budget_gib = least_gib + share * (unswapped_gib - least_gib)
         solution = solve(profile, budget_gib)
         plan = solution.plan
@@ -177,11 +182,12 @@ def test_a_plan_of_a_recording_holds_what_was_predicted(make: str, steps: list[S
     assert seen >= {Action.KEEP, Action.SWAP}
 
 
-@pytest.mark.parametrize("steps", [TWO, one_forward_one_backward(6)], ids=["one after the other", "1f1b"])
+@pytest.mark.parametrize("steps", SCHEDULES)
 @pytest.mark.parametrize("make", MAKES)
+@pytest.mark.slow
 def test_any_plan_holds_what_was_predicted(make: str, steps: list[Step]) -> None:
     profile, source = safely(MAKES[make], steps), random.Random(make)
-    for _ in range(sized(6, 2)):
+    for _ in range(sized(2, 2, 6)):
         classes = {}
         for layer in range(NUM_LAYERS):
             entry, chances = profile.of_layer(layer), source.choice([(1, 1, 1), (1, 0, 0), (1, 4, 4), (0, 1, 3)])

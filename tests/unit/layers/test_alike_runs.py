@@ -61,6 +61,7 @@ def shape(entry: LayerClass) -> LayerClass:
     return replace(entry, forward_ms=0, backward_ms=0, host_ms=0, temporaries=(), sites=sites, sections=sections)
 
 
+@pytest.mark.slow
 def test_the_profile_is_that_of_all_layers(
     no_room: list[tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

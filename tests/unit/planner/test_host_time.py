@@ -92,6 +92,7 @@ def test_the_solver_finds_what_plans_offer(host_ms: float, most: float, room: fl
     assert found.lower_bound_ms <= fastest + 1e-6
 
 
+@pytest.mark.slow
 def test_plans_do_not_wait_for_a_busy_host_either() -> None:
     """On an H200 half of the steps took the host 1.5 times as long. Without a second search this plan loses 0.7 %."""
     of = load_profile(str(RESULTS / "any-model" / "profile-29.439.json"))

@@ -56,6 +56,7 @@ def planned(model: nn.Module, memory_gib: float = 1.0, **options: Any) -> swap.R
 # ------------------------------------------------------------------------ equal to the bit, within the budget
 
 
+@pytest.mark.slow
 def test_without_a_compiler_layers_are_recomputed_whole(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -56,7 +56,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in WAYS])
+def when(name: str) -> list[pytest.MarkDecorator]:
+    if name == "llama":
+        return []
+    return [pytest.mark.slow if name in ("mixtral", "gpt2", "bert", "qwen3_moe", "mamba") else pytest.mark.nightly]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=when(name)) for name in WAYS])
 def test_equal_to_the_bit_within_the_budget(name: str) -> None:
     batch, way = MODELS[name][1], WAYS[name]
     num_micro_batches = 1 + way.accumulates
