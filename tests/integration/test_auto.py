@@ -95,6 +95,7 @@ def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None
     assert run.summary["planning"]["predicted_peak_gib"] <= float(found[0])
 
 
+@pytest.mark.nightly
 def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:
     """One evaluation runs while steps are recorded, one while plans are tried, one later."""
     run = budgeted(trainer, "--eval-iters 1 --eval-interval 2", 0.6)

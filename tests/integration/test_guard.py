@@ -52,6 +52,7 @@ def test_too_little_even_for_the_guard_ends_in_pytorchs_error_with_what_holds_th
     assert re.search(r"^ swap:\s+activations +[1-9]", run.output, flags=re.MULTILINE), run.tail
 
 
+@pytest.mark.nightly
 def test_without_the_native_part_the_flag_is_refused_before_the_model_is_built(trainer: Trainer) -> None:
     run = trainer.failing("--swap-layers none --swap-oom-guard", env={"MEGATRON_SWAP_NATIVE": "0"})
     assert run.error.startswith("--swap-oom-guard needs the C++ part of this package")

@@ -95,6 +95,7 @@ runpy.run_path({str(PROGRAM)!r}, run_name='__main__')
 """
 
 
+@pytest.mark.nightly
 def test_upstream_of_another_source(trainer: Trainer, tmp_path: Path) -> None:
     """A vendor's build of the same version: the message names the symbol and the remedy, which then works."""
     program = tmp_path / "program.py"

@@ -64,7 +64,8 @@ def test_as_much_is_offloaded_as_the_budget_asks_for(trainer: Trainer) -> None:
     ("first", "then", "more", "saved"),
     [
         pytest.param("1", "0", "", "torch", id="one-zero"),
-        (f"1 {ON_DISK}", "0.5", "", "torch_dist"), ("0", "1", "--optimizer muon", "torch_dist"),
+        (f"1 {ON_DISK}", "0.5", "", "torch_dist"),
+        pytest.param("0", "1", "--optimizer muon", "torch_dist", marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_a_checkpoint_goes_on_with_another_fraction(
@@ -83,7 +84,9 @@ def test_a_checkpoint_goes_on_with_another_fraction(
     assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
 
 
-@pytest.mark.parametrize(("first", "then", "saved"), [("1", "0", "torch_dist"), ("0", f"1 {ON_DISK}", "torch")])
+@pytest.mark.parametrize(("first", "then", "saved"), [
+    pytest.param("1", "0", "torch_dist", marks=pytest.mark.nightly), ("0", f"1 {ON_DISK}", "torch"),
+])  # fmt: skip
 def test_a_checkpoint_of_the_distributed_optimizer_goes_on_with_another_fraction(
     trainer: Trainer, first: str, then: str, saved: str
 ) -> None:

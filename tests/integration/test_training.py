@@ -15,6 +15,7 @@ from tests.integration.harness import (
 from tests.integration.rows import ALL, TENSOR
 
 
+@pytest.mark.nightly
 def test_by_torchrun(trainer: Trainer) -> None:
     """torchrun starts fresh processes, as for users."""
     plain = trainer.unswapped(TENSOR, ranks=2, saved="torch")

@@ -92,6 +92,6 @@ def test_runs_that_end_at_different_steps_are_compared_as_far_as_both_went() -> 
         assert (row["losses_equal"], row["num_compared"]) == (is_equal, min(3, len(plain)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_whose_steps_are_interrupted() -> None:
     run("interrupted steps", 150)

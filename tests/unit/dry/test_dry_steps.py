@@ -164,7 +164,7 @@ def test_steps_on_a_full_device(tmp_path: Path) -> None:
         assert found.reserved_gib == pytest.approx(of_all.reserved_gib, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_steps_under_a_plan_take_what_the_simulation_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from megatron.swap.common.types import SwapError
 from megatron.swap.native.build import include_folder, load
 from megatron.swap.tensor_swap.swap import TensorSwap
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 HERE = Path(__file__).parent
 HOST_GIB = 1 / 64

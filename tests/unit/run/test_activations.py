@@ -262,7 +262,7 @@ def test_the_package_imports_nothing_before_it_is_asked_for() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_model_runs_its_swapped_layers_as_they_are() -> None:
     program = (
         "import pytest, torch\n"

@@ -59,7 +59,7 @@ WAYS = {
 def when(name: str) -> list[pytest.MarkDecorator]:
     if name == "llama":
         return []
-    return [pytest.mark.slow if name in ("mixtral", "gpt2", "bert", "qwen3_moe", "mamba") else pytest.mark.nightly]
+    return [pytest.mark.slow if name in ("mixtral", "mamba") else pytest.mark.nightly]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=when(name)) for name in WAYS])
