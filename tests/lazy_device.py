@@ -1,6 +1,6 @@
 """A device for tests: every copy runs as late as the engine's waits allow, and every race is reported.
 
-Nothing runs on other threads. A stream's work waits until somebody waits for one of its events, so a wait that is
+There are no threads for copies. A stream's work waits until somebody waits for one of its events, so a wait that is
 missing in the engine *always* leaves a copy undone. Each copy that runs is checked: both sides must still be alive, and
 no copy enqueued earlier may still have to use the memory that it overwrites.
 """
@@ -8,6 +8,7 @@ no copy enqueued earlier may still have to use the memory that it overwrites.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -22,6 +23,9 @@ from megatron.swap.devices.emulated import POISON
 class LazyStream:
     """Work in order, run on demand. ``eager``: work runs at once, as on the calling thread."""
 
+    # A disk's threads wait for events too. Work of one stream may wait for another, so all share a lock.
+    _running = threading.RLock()
+
     def __init__(self, name: str, eager: bool = False) -> None:
         self.name = name
         self.eager = eager
@@ -35,12 +39,13 @@ class LazyStream:
             self.work.append(work)
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            work = self.work.popleft()  # an IndexError: a wait for an event that its stream never reaches
-            try:
-                work()
-            except BaseException as failure:
-                self.failure = failure
+        with self._running:
+            while not done():
+                work = self.work.popleft()  # an IndexError: a wait for an event that its stream never reaches
+                try:
+                    work()
+                except BaseException as failure:
+                    self.failure = failure
 
 
 class LazyEvent:

@@ -54,15 +54,10 @@ WAYS = {
     "llava": PLAIN,
     "albert": PLAIN,
 }
+WHEN = {"llama": [], "mixtral": [pytest.mark.slow]}  # the others run nightly
 
 
-def when(name: str) -> list[pytest.MarkDecorator]:
-    if name == "llama":
-        return []
-    return [pytest.mark.slow if name in ("mixtral", "mamba") else pytest.mark.nightly]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=when(name)) for name in WAYS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=WHEN.get(name, [pytest.mark.nightly])) for name in WAYS])
 def test_equal_to_the_bit_within_the_budget(name: str) -> None:
     batch, way = MODELS[name][1], WAYS[name]
     num_micro_batches = 1 + way.accumulates
