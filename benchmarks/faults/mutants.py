@@ -31,7 +31,7 @@ from benchmarks.machine import ROOT, facts
 from megatron.swap.common.leftovers import own_folder
 
 PACKAGE = ROOT / "megatron/swap"
-FOLDERS = [folder for folder in ("engine", "memory", "nn", "optimizer", "planner") if (PACKAGE / folder).is_dir()]
+FOLDERS = ("engine", "layers", "memory", "operators", "optimizer", "params", "planner", "planning", "tensor_swap")
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
@@ -43,7 +43,6 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 NOT_CODE = ("annotation", "returns", "type_params", "decorator_list")  # Fields of a node in which nothing is changed
-NUM_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -139,13 +138,13 @@ class _Recorder:
         return "import benchmarks.faults.executed_lines\n"
 
 
-def record(tests: Sequence[str]) -> dict[str, Any]:
+def record(tests: Sequence[str], num_jobs: int) -> dict[str, Any]:
     """Run ``tests`` once. Return those that pass, the fastest first, and which ones execute each line."""
     with own_folder("swap-executed-lines-") as (folder, _):
         running = folder / "running"
         running.write_text(name_of(""))
         os.environ[VARIABLE] = str(running)
-        plugin = ["-p", executed_lines.__name__, "-n", str(NUM_AT_ONCE), "--dist=worksteal", "--maxfail=0"]
+        plugin = ["-p", executed_lines.__name__, "-n", str(num_jobs), "--dist=worksteal", "--maxfail=0"]
         outcome = run_trial(ROOT, _Recorder(), [*plugin, *tests], timeout_s=4 * 3600)
         del os.environ[VARIABLE]
         rows = [json.loads(line) for path in folder.glob("tests-*") for line in path.read_text().splitlines()]
@@ -179,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folders", nargs="+", default=FOLDERS, help=f"of megatron/swap; default: {' '.join(FOLDERS)}")
     parser.add_argument("--size", choices=("short", "all"), default="short", help="tests of tests/run.sh, or of --all")
     parser.add_argument("--tests", nargs="+", default=[], help="default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants, and recorded tests, at the same time (default 2)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests of one mutant")
     parser.add_argument("--output", type=Path, required=True, help="rows are appended; mutants with one do not run")
     options = parser.parse_args(argv)
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recorded = options.output.with_name(f"{options.output.name}.{options.size}.lines")
     executed = json.loads(recorded.read_text()) if recorded.exists() else {}
     if executed.get("of") != (of := [about["commit"], *options.tests]):
-        executed = {"of": of, **record(options.tests)}
+        executed = {"of": of, **record(options.tests, options.jobs)}
         recorded.write_text(json.dumps(executed))
 
     def tried(mutant: Mutant) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = run_trial(ROOT, mutant, tests, options.timeout) if tests else Outcome(MISSED)
         return {"id": mutant.id, **vars(mutant), **vars(outcome), "num_tests": len(tests), **about}
 
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool, options.output.open("a") as file:
+    with ThreadPoolExecutor(options.jobs) as pool, options.output.open("a") as file:
         for done in as_completed([pool.submit(tried, mutant) for mutant in chosen if mutant.id not in known]):
             row = done.result()
             known[row["id"]] = row
