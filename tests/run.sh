@@ -3,10 +3,10 @@
 #
 #   bash tests/run.sh                            what finds most: unit tests, some rows of the matrix, fuzzes of a few
 #                                                cases, some runs of the trainer. At most 5 minutes
-#   bash tests/run.sh --all                      all but the nightly's: the matrix, the oldest Megatron, examples, the
-#                                                wheel, fuzzes of more cases. At most 15 minutes
-#   bash tests/run.sh --nightly                  everything: also the commands of all pages, each Megatron, fuzzes at
-#                                                full size, kills at random moments, benchmarks. No limit
+#   bash tests/run.sh --all                      all but the nightly's: most of the matrix, a run of the oldest Megatron,
+#                                                the wheel, fuzzes of more cases. At most 15 minutes
+#   bash tests/run.sh --nightly                  everything: also the commands of all pages, examples, each Megatron,
+#                                                fuzzes at full size, kills at random moments, benchmarks. No limit
 #   bash tests/run.sh tests/unit -k planner -x   the tests that you name, all of them (lint and types: seconds)
 #
 # Layout is left to the writer (no formatter check): line length, import order and likely bugs are checked.

@@ -142,10 +142,11 @@ class Row:
         return " ".join([self.flags, self.swap, *filter(more.get, more)])
 
 
-def spared(flags: str, kinds: str, hidden_units: float) -> Row:
+def spared(flags: str, kinds: str, hidden_units: float, is_nightly: bool = False) -> Row:
     """Return a row that only recomputes. The bytes follow by formula from four layers and two micro-batches."""
     more = {"recomputed_bytes": 2 * 4 * hidden_units * HIDDEN_BYTES, "swapped_out_bytes": 0}
-    return Row(flags, f"--swap-layers none --swap-recompute {kinds}", expected=more, is_evidence=False)
+    swap = f"--swap-layers none --swap-recompute {kinds}"
+    return Row(flags, swap, expected=more, is_evidence=False, is_nightly=is_nightly)
 
 
 RMS_NORM_ON_CPU = "one of its inputs is not saved, and keeping that input instead would save no memory"
@@ -158,7 +159,7 @@ ROWS: dict[str, Row] = {
     "bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", ALL, peak=0.371, offloaded=544),
     "experts": Row(MOE, peak=0.729),
     "fp16": Row("--fp16 --initial-loss-scale 1024", peak=0.675, offloaded=72.5),
-    "llama": Row(LLAMA, peak=0.705, offloaded=82.25),
+    "llama": Row(LLAMA, peak=0.705, offloaded=82.25, is_nightly=True),
     "evaluation": Row(f"{EVALUATION} --train-iters 4", peak=0.708, offloaded=72.25),
     "four-micro-batches": Row("--global-batch-size 8", ALL, is_short=True, peak=0.708, offloaded=144.5),
     "given-mask": Row("--reset-attention-mask --reset-position-ids --eod-mask-loss", peak=0.71, offloaded=76.25),
@@ -173,15 +174,16 @@ ROWS: dict[str, Row] = {
     # ------------------------------------------------------------------------------------------------- several ranks
     "dp2-distributed-optimizer": Row("--use-distributed-optimizer --bf16", ranks=2, is_short=True,
         peak=0.674, offloaded=72.5),
-    "dp2-overlap-gather": Row(f"{DISTRIBUTED} --bf16", ranks=2, peak=0.674, offloaded=72.5),
+    "dp2-overlap-gather": Row(f"{DISTRIBUTED} --bf16", ranks=2, peak=0.674, offloaded=72.5, is_nightly=True),
     "tp2-dropout": Row(f"{TENSOR} --bf16 {DROPOUT}", ranks=2, is_short=True, peak=0.722, offloaded=204),
     "pp2-mlp-chunks": Row(f"{PIPELINE} --bf16 --mlp-chunks-for-training 4", ranks=2, peak=0.392, offloaded=439,
         is_nightly=True),
-    "pp2-full": Row(f"{PIPELINE} {FULL} uniform", ranks=2, peak=0.912, offloaded=16.125),
+    "pp2-full": Row(f"{PIPELINE} {FULL} uniform", ranks=2, peak=0.912, offloaded=16.125, is_nightly=True),
     "pp2-mtp": Row(f"{PIPELINE} --mtp-num-layers 1", ranks=2, peak=0.526, offloaded=437.5),
     "pp2-vpp2": Row(INTERLEAVED, ranks=2, is_short=True, peak=0.35, offloaded=437.5),
     "ep2": Row(f"{MOE} --expert-model-parallel-size 2", ranks=2, peak=0.737),
-    "tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.405, offloaded=536),
+    "tp2-pp2": Row(f"{TENSOR} {PIPELINE} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.405, offloaded=536,
+        is_nightly=True),
     "pp4-vpp2": Row(f"{INTERLEAVED} --pipeline-model-parallel-size 4 --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4,
         peak=0.411, offloaded=497.5, is_nightly=True),
     "ep2-dp2": Row(f"{EXPERTS_DP2} --bf16", f"{ALL} --swap-optimizer 0.5", ranks=4, peak=0.723,
@@ -193,44 +195,47 @@ ROWS: dict[str, Row] = {
         expected={"recomputed_bytes": 2 * 4 * 6 * HIDDEN_BYTES}, peak=0.522, offloaded=54.5),
     # Others need TransformerEngine (layernorm) or grouped matrix products on a GPU (moe_act). The local spec's mlp
     # with biases recurses without end upstream: its bias leaves the checkpointed function as it came.
-    "selective-attention": Row(f"{SELECTIVE} core_attn {DROPOUT}", ALL, peak=0.715, offloaded=80),
+    "selective-attention": Row(f"{SELECTIVE} core_attn {DROPOUT}", ALL, peak=0.715, offloaded=80, is_nightly=True),
     "selective-mlp": Row(f"{SELECTIVE} mlp core_attn --disable-bias-linear --bf16", ALL, peak=0.627, offloaded=40),
     "selective-experts": Row(f"{SELECTIVE} moe {MOE}", ALL, peak=0.68),
     "selective-shared-experts": Row(f"{SELECTIVE} shared_experts {MOE} --moe-shared-expert-intermediate-size 64", ALL,
-        peak=0.729),
+        peak=0.729, is_nightly=True),
     "selective-mla": Row(f"{SELECTIVE} mla_up_proj {MLA}", ALL, peak=0.732, offloaded=78, is_nightly=True),
     # ------------------------------------------------------------------------------------------------- our own sites
     "sites": Row("", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.313, offloaded=24.25),
     "sites-bf16-dropout": Row(f"--bf16 {DROPOUT} {WITH_FUSION}", f"{ALL} {KINDS} --swap-verify",
-        peak=0.605, offloaded=140),
+        peak=0.605, offloaded=140, is_nightly=True),
     "sites-llama": Row(f"{FUSED_LLAMA} {DEEP}", f"{ALL} {EVERY_KIND} --swap-verify", is_short=True,
         peak=0.162, offloaded=52.75),
     "sites-llama-bf16": Row(f"{FUSED_LLAMA} --bf16", f"{ALL} {BOTH} --swap-verify", ranks=2, may_refuse=RMS_NORM_ON_CPU,
-        peak=0.611, offloaded=76.5),
+        peak=0.611, offloaded=76.5, is_nightly=True),
     "sites-qk-layernorm": Row("--qk-layernorm", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.318, offloaded=25.25),
     "sites-experts": Row(MOE, f"{ALL} {EVERY_KIND} --swap-verify", peak=0.419),
     "sites-mla": Row(MLA, f"{ALL} {EVERY_KIND} --swap-verify", peak=0.533, offloaded=57.5),
     "sites-mlp-chunks": Row(f"{FUSED_LLAMA} --mlp-chunks-for-training 3", f"{ALL} {BOTH} --swap-verify",
-        peak=0.544, offloaded=50.25),
+        peak=0.544, offloaded=50.25, is_nightly=True),
     "sites-tp2": Row(f"{NO_BIAS} {TENSOR}", f"{ALL} {KINDS} --swap-verify", ranks=2, peak=0.314, offloaded=20),
     "sites-pp2": Row(f"{NO_BIAS} {PIPELINE}", f"--swap-layers 0-5 {EVERY_KIND} --swap-verify", ranks=2,
-        peak=0.139, offloaded=53.5),
-    "sites-selective": Row(f"{SELECTIVE} core_attn", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.311, offloaded=24),
-    "spared-gelu": spared(WITH_FUSION, "norm activation", 6),
+        peak=0.139, offloaded=53.5, is_nightly=True),
+    "sites-selective": Row(f"{SELECTIVE} core_attn", f"{ALL} {EVERY_KIND} --swap-verify", peak=0.311, offloaded=24,
+        is_nightly=True),
+    "spared-gelu": spared(WITH_FUSION, "norm activation", 6, is_nightly=True),
     "spared-swiglu": spared(FUSED_LLAMA, "norm activation", 4),  # a gated MLP is 2 x 64 wide here, not 4 x 64
     "spared-fused-residual": spared(f"{FUSED_LLAMA} ^--no-bias-dropout-fusion", "residual", 1),
-    "spared-grouped": spared(FUSED_LLAMA, "rotary linear", 1 + 0.5 + 2 + 4),  # two heads share keys and values
+    "spared-grouped": spared(FUSED_LLAMA, "rotary linear", 1 + 0.5 + 2 + 4, is_nightly=True),  # two heads share keys
     "spared-all": spared(NO_BIAS, "norm activation rotary residual linear", 2 + 2 + 2 + 1 + 3 + 4),
     # ------------------------------------------------------------------------------------------------------- plans
     "plan": Row(f"--bf16 {DROPOUT} {DEEP}", "--swap-verify", plan=MIXED, is_short=True,
         peak=0.839, offloaded=64),
-    "plan-tp2": Row(f"{TENSOR} {DEEP}", "--swap-verify", plan=MIXED, ranks=2, peak=0.681, offloaded=56),
+    "plan-tp2": Row(f"{TENSOR} {DEEP}", "--swap-verify", plan=MIXED, ranks=2, peak=0.681, offloaded=56,
+        is_nightly=True),
     "plan-pp2": Row(PIPELINE, "--swap-verify", plan=MIXED, ranks=2, peak=0.545, offloaded=112),
     "plan-experts": Row(f"{MOE} {DEEP}", "--swap-verify", plan=(PlanClass("0-7", {FC1_OUTPUT: KEEP, NORMS[0]: AGAIN,
-                                                   "self_attention.core_attention/0": SWAP}),), peak=0.955),
+                                                   "self_attention.core_attention/0": SWAP}),), peak=0.955,
+        is_nightly=True),
     "whole": Row(DEEP, "", plan=WHOLE, is_short=True, peak=0.092),
-    "whole-bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", "", plan=WHOLE, peak=0.042),
-    "whole-tp2": Row(f"{TENSOR} {DROPOUT} {DEEP}", "", plan=WHOLE, ranks=2, peak=0.082),
+    "whole-bf16-dropout": Row(f"--bf16 {DROPOUT} {DEEP}", "", plan=WHOLE, peak=0.042, is_nightly=True),
+    "whole-tp2": Row(f"{TENSOR} {DROPOUT} {DEEP}", "", plan=WHOLE, ranks=2, peak=0.082, is_nightly=True),
     "whole-pp2": Row(f"{PIPELINE} {DROPOUT}", "--swap-verify", plan=EVERY_OTHER, ranks=2, peak=0.486, offloaded=48),
     # Scores of three experts are summed in the order of ``topk``, which Megatron lets sort with gradients alone.
     "whole-experts": Row(f"{MOE} --moe-router-topk 3 {DEEP}", "", plan=WHOLE, peak=0.036),
@@ -241,32 +246,34 @@ ROWS: dict[str, Row] = {
     "yarn-half-grouped": Row(f"{YARN} --mscale 0.7 --rotary-percent 0.5 {GROUPED}", ROTARY,
         peak=0.646, offloaded=60.25),
     "interpolated-grouped": Row(f"{INTERPOLATED} --rotary-interleaved {GROUPED}", ROTARY,
-        peak=0.646, offloaded=60.25),
+        peak=0.646, offloaded=60.25, is_nightly=True),
     # --------------------------------------------------------------------------------------------- the loss in a chunk
     "loss-untied": Row(f"--bf16 --untie-embeddings-and-output-weights {MASKED}", f"{ALL} --swap-loss-chunks 1",
         peak=0.675, offloaded=72.5),
     "loss-tp2": Row(TENSOR, f"{ALL} --swap-loss-chunks 1", ranks=2, peak=0.714, offloaded=88),
-    "loss-pp2": Row(f"{PIPELINE} --bf16", f"{ALL} --swap-loss-chunks 1", ranks=2, peak=0.392, offloaded=439),
+    "loss-pp2": Row(f"{PIPELINE} --bf16", f"{ALL} --swap-loss-chunks 1", ranks=2, peak=0.392, offloaded=439,
+        is_nightly=True),
     # ----------------------------------------------------------------------------------------------- optimizer state
     "state": Row(PLANNING_STATE, "--swap-optimizer 1"),
-    "half-of-the-state": Row(f"{BF16} {PLANNING_STATE}", "--swap-optimizer 0.5"),
+    "half-of-the-state": Row(f"{BF16} {PLANNING_STATE}", "--swap-optimizer 0.5", is_nightly=True),
     "state-of-skipped-steps": Row(SKIPS_STEPS, "--swap-optimizer 1", is_nightly=True),
     "state-and-layers": Row(f"{BF16} {DEEP}", f"{ALL} --swap-optimizer 0.7", is_short=True,
         peak=0.362, offloaded=245.5),
     "state-on-disk": Row(f"{BF16} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}"),
     "state-on-disk-dp2": Row(f"{BF16} {DISTRIBUTED} {PLANNING_STATE}", f"--swap-optimizer 1 --swap-min-mib 0 {ON_DISK}",
                              ranks=2, is_nightly=True),
-    **{f"state-of-{name}": Row(f"{BF16} --optimizer {name}", "--swap-optimizer 1")
+    **{f"state-of-{name}": Row(f"{BF16} --optimizer {name}", "--swap-optimizer 1", is_nightly=name in ("lion", "soap"))
        for name in ("sgd", "lion", "muon", "soap")},
-    "state-without-clipping": Row(f"{BF16} --clip-grad 0", "--swap-optimizer 1"),
-    "state-of-muon-dp2": Row(f"{BF16} --optimizer muon {DISTRIBUTED}", "--swap-optimizer 1", ranks=2),
-    "state-of-dist-muon": Row(f"{BF16} --optimizer dist_muon", "--swap-optimizer 1", ranks=2),
-    "state-dp2-distributed": Row(f"{BF16} {DISTRIBUTED} {PLANNING_STATE}", "--swap-optimizer 1", ranks=2),
+    "state-without-clipping": Row(f"{BF16} --clip-grad 0", "--swap-optimizer 1", is_nightly=True),
+    "state-of-muon-dp2": Row(f"{BF16} --optimizer muon {DISTRIBUTED}", "--swap-optimizer 1", ranks=2, is_nightly=True),
+    "state-of-dist-muon": Row(f"{BF16} --optimizer dist_muon", "--swap-optimizer 1", ranks=2, is_nightly=True),
+    "state-dp2-distributed": Row(f"{BF16} {DISTRIBUTED} {PLANNING_STATE}", "--swap-optimizer 1", ranks=2,
+        is_nightly=True),
     # ------------------------------------------------------------------------------------------------------- budgets
-    "budget": Row("", "", budget=0.8),
+    "budget": Row("", "", budget=0.8, is_nightly=True),
     "budget-llama": Row(FUSED_LLAMA, "", budget=0.6, is_short=True),
     "budget-mlp-chunks": Row(f"{FUSED_LLAMA} --mlp-chunks-for-training 4", "", budget=0.6, is_nightly=True),
-    "budget-experts": Row(MOE, "", budget=0.75),
+    "budget-experts": Row(MOE, "", budget=0.75, is_nightly=True),
     "budget-mla": Row(MLA, "", budget=0.75, is_nightly=True),
     "budget-fp16": Row("--fp16 --initial-loss-scale 1024", "", budget=0.75, is_nightly=True),
     "budget-selective": Row(f"{SELECTIVE} core_attn", "", budget=0.75, is_nightly=True),
@@ -287,9 +294,9 @@ ROWS: dict[str, Row] = {
     # ----------------------------------------------------------------------------------------------------- the guard
     "guard-bf16-dropout": Row(f"--bf16 {DROPOUT}", "--swap-layers none", lacks=0.5),
     "guard-llama": Row(LLAMA, "--swap-layers 1-2 --swap-recompute norm", lacks=0.5, is_short=True),
-    "guard-experts": Row(MOE, "--swap-layers none", lacks=0.5),
+    "guard-experts": Row(MOE, "--swap-layers none", lacks=0.5, is_nightly=True),
     "guard-pp2": Row(PIPELINE, "--swap-layers none", lacks=0.5, ranks=2),
-    "guard-tp2": Row(TENSOR, "--swap-layers 0", lacks=0.5, ranks=2),
+    "guard-tp2": Row(TENSOR, "--swap-layers 0", lacks=0.5, ranks=2, is_nightly=True),
 }  # fmt: skip
 
 PACKED = "--dataloader-inter-document-masking"

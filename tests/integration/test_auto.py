@@ -53,6 +53,7 @@ def test_what_has_no_room_in_host_memory_stays(trainer: Trainer) -> None:
     assert_peak_as_predicted(run)
 
 
+@pytest.mark.nightly
 def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) -> None:
     found = budgeted(trainer, FUSED_LLAMA, 0.6, more="--swap-save-plan plan.json --swap-save-profile profile.json")
     plan = json.loads((found.directory / "plan.json").read_text())
@@ -66,7 +67,8 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
 
 @pytest.mark.parametrize(
     ("num_steps", "written", "line"),
-    [(6, False, "not written"), (8, True, "written from a plan that was not compared with others")],
+    [pytest.param(6, False, "not written", marks=pytest.mark.nightly),
+     (8, True, "written from a plan that was not compared with others")],
 )
 def test_training_that_ends_before_a_plan_stands_says_so(
     trainer: Trainer, num_steps: int, written: bool, line: str
@@ -83,6 +85,7 @@ def test_training_that_ends_before_a_plan_stands_says_so(
         assert load_plan(run.directory / "plan.json").profile_sha256 == sha256(profile)
 
 
+@pytest.mark.nightly
 def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None:
     """All ranks end. The smallest budget, as the message prints it, is that of the stage which needs most."""
     flags = (f"--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6 --global-batch-size 8 "

@@ -18,6 +18,7 @@ import torch
 from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
 from tests.integration.versions import folder_of
 from tests.ports import free_port
+from tests.sizes import IS_NIGHTLY
 
 SCRIPT = Path(__file__).with_name("built_script.py")
 MEGATRON = (*BUILT_ONLY, *VERSIONS["megatron-core"])
@@ -30,6 +31,8 @@ FEATURES = {
     "`swap.install`: optimizer state": ("state", "distributed state during training", "budget with state"),
 }  # fmt: skip
 """Features whose runs are equal to the bit with each version, and their cases in ``built_script.py``."""
+IN_ALL = ("fork", "budget with state")
+"""Cases of ``tests/run.sh --all``: these have the planner, the optimizers and a fork."""
 ON_TWO_RANKS = ("during training", "distributed state during training")
 ON_GPU = ("layers", "recompute", "fork", "full recomputation", "state", *ON_TWO_RANKS)
 """Cases without a budget: those of a few MiB mean nothing where CUDA's allocator hands out 2 MiB at a time."""
@@ -89,7 +92,7 @@ def assert_equal(row: dict[str, Any]) -> None:
     "version", [*(pytest.param(one, marks=pytest.mark.nightly) for one in MEGATRON[:-1]), MEGATRON[-1]]
 )
 def test_equal_to_the_bit(version: str) -> None:
-    for row in rows_of(version, tuple(case for cases in FEATURES.values() for case in cases)):
+    for row in rows_of(version, tuple(case for cases in FEATURES.values() for case in cases) if IS_NIGHTLY else IN_ALL):
         assert_equal(row)
 
 

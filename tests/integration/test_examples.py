@@ -41,6 +41,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert verdict == "losses are equal"
 
 
+@pytest.mark.nightly
 def test_cnn(tmp_path: Path) -> None:
     lines = output_of("swap_cnn.py", tmp_path).splitlines()
     assert [line.split(":")[0] for line in lines[::2]] == ["channels first", "channels last"]

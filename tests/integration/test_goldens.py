@@ -303,6 +303,7 @@ def test_names_of_suites_and_sweeps() -> None:
     assert gone(golden("names"), names()) == []
 
 
+@pytest.mark.nightly
 def test_files_and_ranges_of_training(trainer: Trainer) -> None:
     now = from_training(trainer)
     assert differences(golden("keys"), now["keys"]) == []

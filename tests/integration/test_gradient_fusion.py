@@ -30,7 +30,7 @@ def assert_added_alike(trainer: Trainer, flags: str, swaps: Sequence[str], ranks
         assert_same_checkpoints(plain.directory / "checkpoint", run.directory / "checkpoint")
 
 
-@pytest.mark.parametrize(("flags", "ranks"), WITH_HOOKS)
+@pytest.mark.parametrize(("flags", "ranks"), [pytest.param(*WITH_HOOKS[0], marks=pytest.mark.nightly), *WITH_HOOKS[1:]])
 def test_equal_to_a_run_without_hooks(trainer: Trainer, flags: str, ranks: int) -> None:
     assert_added_alike(trainer, f"{FUSION} {flags}", FUSED_SWAPS, ranks)
 

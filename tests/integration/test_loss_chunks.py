@@ -25,6 +25,7 @@ def test_several_chunks_are_equal_with_and_without_swapping(trainer: Trainer) ->
     assert swapped < four < one, "the logits of more than one chunk are saved"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [""], ids=["tied"])
 def test_fused_weight_gradients(trainer: Trainer, flags: str) -> None:
     """Each chunk is added to ``main_grad`` once, and the wrapper's hooks see one gradient of the weight."""

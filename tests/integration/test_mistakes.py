@@ -165,7 +165,8 @@ def test_an_own_script_that_asks_for_no_swapping_trains(trainer: Trainer, tmp_pa
     ("env", "flags", "words"),
     [
         ("MODEL=xyz", "", ["MODEL=xyz", "choose tiny, 125m"]),
-        ("MODEL=tiny", "--mock-data --swap-layer 0-23", ["--swap-layer is not a flag", "nearest is --swap-layers"]),
+        pytest.param("MODEL=tiny", "--mock-data --swap-layer 0-23",
+                     ["--swap-layer is not a flag", "nearest is --swap-layers"], marks=pytest.mark.nightly),
     ],
 )
 def test_of_the_example(env: str, flags: str, words: Words, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ PRECISE_ADAM = Path(__file__).with_name("precise_adam_script.py")
 @pytest.mark.parametrize(
     "types",
     ["--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8",
-     "--exp-avg-dtype fp16 --exp-avg-sq-dtype bf16 --main-params-dtype fp16"],
+     pytest.param("--exp-avg-dtype fp16 --exp-avg-sq-dtype bf16 --main-params-dtype fp16", marks=pytest.mark.nightly)],
 )
 def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, types: str) -> None:
     flags = f"{PRECISE} {types}"
@@ -30,6 +30,7 @@ def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, types: st
     assert run.summary["optimizer_host_bytes"] > 0
 
 
+@pytest.mark.nightly
 def test_lean_state_goes_through_checkpoints(trainer: Trainer) -> None:
     """Saving and loading give every value its scale, wherever the values are, also where some state is kept."""
     types = "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
@@ -60,12 +61,13 @@ def test_as_much_is_offloaded_as_the_budget_asks_for(trainer: Trainer) -> None:
     assert ("optimizer state of" in again.output) == (found > 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("first", "then", "more", "saved"),
     [
         pytest.param("1", "0", "", "torch", id="one-zero"),
         (f"1 {ON_DISK}", "0.5", "", "torch_dist"),
-        pytest.param("0", "1", "--optimizer muon", "torch_dist", marks=pytest.mark.nightly),
+        ("0", "1", "--optimizer muon", "torch_dist"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_goes_on_with_another_fraction(
@@ -115,8 +117,9 @@ def goes_on(trainer: Trainer, flags: str, ended: Run) -> None:
 
 @pytest.mark.parametrize(
     ("fails_behind", "told"),
-    [pytest.param("writes-fail-behind 10", DISK_FULL, marks=pytest.mark.short), ("writes-fail-behind 16", DISK_FULL),
-     ("reads-fail-behind 10", DISK_BROKEN)],
+    [pytest.param("writes-fail-behind 10", DISK_FULL, marks=pytest.mark.short),
+     pytest.param("writes-fail-behind 16", DISK_FULL, marks=pytest.mark.nightly),
+     pytest.param("reads-fail-behind 10", DISK_BROKEN, marks=pytest.mark.nightly)],
     ids=["writes", "writes-in-the-last-step", "reads"],
 )
 def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer, fails_behind: str, told: str) -> None:
@@ -127,6 +130,7 @@ def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer, fails_be
     goes_on(trainer, f"{EIGHT_STEPS} {recorded('torch')}", failed)
 
 
+@pytest.mark.nightly
 def test_a_slow_disk_changes_nothing(trainer: Trainer) -> None:
     run = trainer.run(f"{ALL_ON_DISK} --slow-behind 4", program=FAILING_DISK)
     assert_same_training(trainer.unswapped(EIGHT_STEPS, saved="torch"), run)

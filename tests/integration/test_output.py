@@ -67,6 +67,7 @@ def test_lines_and_tables(trainer: Trainer) -> None:
     assert len(run.summary["losses"]) == 4
 
 
+@pytest.mark.nightly
 def test_the_verdict_follows_training(trainer: Trainer) -> None:
     """Its two lines follow the table, behind the last iteration."""
     run = trainer.run(f"{SWAP} --eval-iters 1 --tensor-model-parallel-size 2", ranks=2)

@@ -39,7 +39,9 @@ def compared(trainer: Trainer, flags: str, swap: str, ranks: int = 1) -> Run:
     return run
 
 
-@pytest.mark.parametrize(("flags", "swap", "ranks"), OF_DOCUMENTS.values(), ids=OF_DOCUMENTS)
+@pytest.mark.parametrize(("flags", "swap", "ranks"), [
+    pytest.param(*run, id=name, marks=[pytest.mark.nightly] * (run[2] > 1)) for name, run in OF_DOCUMENTS.items()
+])  # fmt: skip
 def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: str, ranks: int) -> None:
     run = compared(trainer, f"{documents} {FLAG} {flags}", swap, ranks)
     assert_swapped(run)

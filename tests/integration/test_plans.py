@@ -34,7 +34,8 @@ def test_every_byte_is_where_the_plan_says(trainer: Trainer, tmp_path: Path) -> 
     ("flags", "manual", "ranks"),
     [
         pytest.param(WITH_FUSION, "--swap-layers every:2 --swap-modules mlp --swap-recompute norm", 1, id="modules"),
-        pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8", "--swap-layers all", 2, id="pp2"),
+        pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8", "--swap-layers all", 2, id="pp2",
+                     marks=pytest.mark.nightly),
     ],
 )
 def test_a_saved_plan_does_the_same_again(

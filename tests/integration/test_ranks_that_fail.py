@@ -13,7 +13,7 @@ PLANTED = Path(__file__).with_name("planted_error_script.py")
 SIGNALLED = Path(__file__).with_name("signalled_script.py")
 
 
-@pytest.mark.parametrize(("place", "rank"), [("solve", 0), ("recorder", 1)])
+@pytest.mark.parametrize(("place", "rank"), [pytest.param("solve", 0, marks=pytest.mark.nightly), ("recorder", 1)])
 def test_an_error_in_the_planner_of_one_rank(trainer: Trainer, place: str, rank: int) -> None:
     """Without agreement the other rank waited in its next collective for as long as the first one lived."""
     flags = f"--train-iters 14 --lr-decay-iters 14 {SWAP_SMALL} --swap-memory-gib 1"

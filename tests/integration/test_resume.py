@@ -13,7 +13,7 @@ from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_checkpoin
         pytest.param(
             "--attention-dropout 0.1 --hidden-dropout 0.1", "torch", True, id="dropout", marks=pytest.mark.short
         ),
-        pytest.param("--bf16", "torch_dist", False, id="bf16-torch_dist"),
+        pytest.param("--bf16", "torch_dist", False, id="bf16-torch_dist", marks=pytest.mark.nightly),
     ],
 )
 def test_resumed(trainer: Trainer, flags: str, saved: str, swaps_on: bool) -> None:

@@ -35,7 +35,8 @@ def assert_nothing_left(run: Run, folder: Path) -> None:
     [
         # In the fourth step. Megatron ends that step and saves it.
         pytest.param(HANDLED, "SIGTERM 7", 0, "exiting program after receiving", id="handled"),
-        pytest.param("--save-interval 2", "SIGINT 11", 1, "KeyboardInterrupt", id="not-handled"),
+        pytest.param("--save-interval 2", "SIGINT 11", 1, "KeyboardInterrupt", id="not-handled",
+                     marks=pytest.mark.nightly),
     ],
 )
 def test_the_next_run_goes_on_behind_the_last_checkpoint(

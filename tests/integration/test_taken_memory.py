@@ -12,7 +12,7 @@ TAKEN = Path(__file__).with_name("taken_memory_script.py")
 SMALL = "--swap-min-mib 0.001 --swap-host-gib 0.05"
 
 
-@pytest.mark.parametrize("left_mib", ["0.5 0.5", "4 0.001"])
+@pytest.mark.parametrize("left_mib", [pytest.param("0.5 0.5", marks=pytest.mark.nightly), "4 0.001"])
 def test_a_run_without_a_disk_ends_and_says_why(trainer: Trainer, left_mib: str) -> None:
     """Memory is short before the first step, or in it."""
     run = trainer.failing(f"{SMALL} --swap-layers all --left-mib {left_mib}", program=TAKEN)

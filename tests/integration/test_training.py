@@ -33,7 +33,8 @@ def test_the_comparison_sees_a_small_difference(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize(
     ("swap", "host_gib"),
-    [pytest.param("--swap-verify", 0.0073, marks=pytest.mark.short), ("--swap-optimizer 1", 0.0195)],
+    [pytest.param("--swap-verify", 0.0073, marks=pytest.mark.short),
+     pytest.param("--swap-optimizer 1", 0.0195, marks=pytest.mark.nightly)],
 )
 def test_activations_on_disk_where_host_memory_is_short(trainer: Trainer, swap: str, host_gib: float) -> None:
     """Host memory has room for the buffers between disk and device, and little more."""

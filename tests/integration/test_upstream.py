@@ -11,6 +11,7 @@ from tests.integration.rows import UPSTREAM_CANNOT
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("flags", "ranks", "message"), UPSTREAM_CANNOT)
 def test_fails_without_swapping(trainer: Trainer, flags: str, ranks: int, message: str) -> None:
     run = trainer.failing(f"{flags} --swap-layers none", ranks=ranks)

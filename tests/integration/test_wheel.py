@@ -87,6 +87,7 @@ def test_what_is_in_the_wheel(installed: Installed) -> None:
     assert {name for name in names if ".dist-info/" not in name} == sources
 
 
+@pytest.mark.nightly
 def test_the_public_names_beside_a_package_of_the_users(installed: Installed) -> None:
     program = (
         "import patches; assert patches.mine\n"

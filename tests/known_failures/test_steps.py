@@ -15,6 +15,7 @@ from torch.nn import functional
 from tests.engine import Engine, Layer, Result, batch, forward, loss_of, result, stack, wrongs
 from tests.known_failures.meters import group_bytes, num_objects, tensor_memory
 from tests.logged_device import LoggedDevice
+from tests.sizes import sized
 
 NUM_LAYERS = 6
 
@@ -125,7 +126,7 @@ class TestShorterFirstMicroBatch:
 WIDTH = 32
 LENGTHS = (40, 64, 17, 33, 64, 8)
 """Tokens of the packed batches, in turn."""
-NUM_STEPS = 300
+NUM_STEPS = sized(84, nightly=300)
 
 
 class Lora(nn.Linear):

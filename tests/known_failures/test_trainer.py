@@ -8,11 +8,13 @@ import pytest
 
 from megatron.swap.common.types import GIB
 from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_training, recorded
+from tests.sizes import sized
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 EXPERTS = (
-    "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-router-load-balancing-type none "
-    "--moe-token-dispatcher-type alltoall --disable-bias-linear --expert-model-parallel-size 2"
+    f"--num-layers {sized(4, nightly=8)} --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall --disable-bias-linear "
+    "--expert-model-parallel-size 2"
 )
 UNEQUAL_LENGTHS = "--tokens 16 64 64 64 --global-batch-size 8"
 

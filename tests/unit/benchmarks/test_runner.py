@@ -66,7 +66,7 @@ def quiet(child: Child) -> None:
 
 
 @pytest.mark.usefixtures("script")
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_waits_for_its_words_and_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with Child(request("works", env={"MINE": "1"}), on_gpu=False) as child:
@@ -90,8 +90,8 @@ def test_it_waits_for_its_words_and_has_its_environment(monkeypatch: pytest.Monk
     ("what", "timeout_s", "host_gib", "outcome", "words"),
     [
         ("refuses", 60, None, "refused", ""), ("crashes", 60, None, "failed (7)", ""),
-        ("lacks", 60, None, "missing: a_package_that_nobody_has", ""),
-        ("hangs", 2, None, "timeout", "not done after 2 s"),
+        pytest.param("lacks", 60, None, "missing: a_package_that_nobody_has", "", marks=pytest.mark.nightly),
+        pytest.param("hangs", 2, None, "timeout", "not done after 2 s", marks=pytest.mark.nightly),
         ("hangs", 60, 1e-6, "oom_host", "GiB of host memory are in use, the suite allows 1e-06"),
     ],
 )  # fmt: skip

@@ -36,7 +36,8 @@ CASES = {
     "8 bits": f"--gpu h200 --memory-gib 20 -- {MODEL} --fp8-format hybrid --fp8-recipe blockwise",
     "loss in chunks": f"--gpu h200 --memory-gib 22 -- {MODEL} --swap-loss-chunks 4",
 }
-IN_THE_SHORT_RUN = ("activations", "a measured profile")
+NIGHTLY = pytest.mark.nightly
+WHEN = {"activations": (), "a measured profile": (), "8 bits": NIGHTLY, "loss in chunks": NIGHTLY}
 
 
 def planned(name: str, folder: Path) -> dict[str, str]:
@@ -51,7 +52,7 @@ def planned(name: str, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in IN_THE_SHORT_RUN else pytest.mark.slow) for name in CASES
+    pytest.param(name, marks=WHEN.get(name, pytest.mark.slow)) for name in CASES
 ])  # fmt: skip
 def test_it_is_as_it_was(name: str, tmp_path: Path) -> None:
     for file, text in planned(name, tmp_path).items():

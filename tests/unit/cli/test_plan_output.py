@@ -157,7 +157,7 @@ def test_packed_documents_are_not_known_to_a_plan(capsys: pytest.CaptureFixture[
     assert [told in " ".join(" ".join(text).split()) for text in (without, said)] == [False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_host_memory_limits_what_is_offloaded() -> None:
     training = read_flags(f"{LLAMA} --global-batch-size 8".split())
     found = {one.name: one for one in of_training(training, find_gpu("h100"), 75.0, 40.0)}

@@ -45,7 +45,7 @@ SITES = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=sized(40, 10), deadline=None)
+@settings(max_examples=sized(10, 10, 40), deadline=None)
 @given(entries=st.lists(SITES, min_size=1, max_size=4), budget=st.none() | st.floats(0, 1e4), data=st.data())
 def test_a_plan_round_trips_exactly(tmp_path_factory: Any, entries: list, budget: float | None, data: Any) -> None:
     layers = data.draw(st.permutations(range(16)))

@@ -37,7 +37,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[Step], list[int]]:
     return schedule, chunks
 
 
-@settings(max_examples=sized(30, 8, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sized(12, 8, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules(), st.data())
 def test_whatever_the_order_window_sizes_and_delays_the_result_is_the_plain_one(
     scheduled: tuple[list[Step], list[int]], data: st.DataObject

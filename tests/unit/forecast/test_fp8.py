@@ -177,8 +177,8 @@ def test_quantized_values_are_recomputed_and_linear_layers_except_with_delayed_s
 @pytest.mark.parametrize(
     ("flags", "budget_gib", "is_dropped"),
     [
-        pytest.param("blockwise", 77.7, True, marks=pytest.mark.slow), ("tensorwise", 120.0, False),
-        pytest.param("tensorwise --swap-fp8-weights keep", 77.7, False, marks=pytest.mark.slow),
+        pytest.param("blockwise", 77.7, True, marks=pytest.mark.nightly), ("tensorwise", 120.0, False),
+        pytest.param("tensorwise --swap-fp8-weights keep", 77.7, False, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_the_planner_drops_copies_of_weights_where_that_is_faster(

@@ -38,7 +38,7 @@ def profile() -> Profile:
 
 def test_as_good_as_the_best_of_all_fractions(profile: Profile) -> None:
     best_ms = float("inf")
-    for step in range(0, STEPS + 1, sized(1, 4)):
+    for step in range(0, STEPS + 1, sized(2, 4, 1)):
         part = with_fraction(profile, step / STEPS)
         with suppress(Infeasible):
             best_ms = min(best_ms, solve(replace(part, offloaded_state=None), 38).prediction.step_ms)

@@ -76,7 +76,7 @@ def test_layers_offloaded() -> None:
     assert " swap " in assert_planned(lambda: mlps(8), fractions=(0.6,))[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_is_restored() -> None:
     assert "recomputed as a whole" in assert_planned(encoder, tokens)[1]
 

@@ -54,7 +54,7 @@ WAYS = {
     "llava": PLAIN,
     "albert": PLAIN,
 }
-WHEN = {"llama": [], "mixtral": [pytest.mark.slow]}  # the others run nightly
+WHEN = {"llama": []}  # the others run nightly
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=WHEN.get(name, [pytest.mark.nightly])) for name in WAYS])
