@@ -5,8 +5,6 @@ several machines. What nobody should type stands in a block of another kind (``t
 in a sentence is a block of one line, for any machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

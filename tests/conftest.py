@@ -1,7 +1,5 @@
 """Which tests run, and what all of them share."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

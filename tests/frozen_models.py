@@ -1,7 +1,5 @@
 """Models of frozen layers with trained adapters, and their training with and without swapped weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack

@@ -3,8 +3,6 @@
     python -m tests.house_numbers
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import subprocess

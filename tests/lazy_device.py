@@ -5,8 +5,6 @@ missing in the engine *always* leaves a copy undone. Each copy that runs is chec
 no copy enqueued earlier may still have to use the memory that it overwrites.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import weakref

@@ -3,8 +3,6 @@
 Events have the name of the place where they were recorded, so that one more event that nobody waits for changes no log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Megatron's parsed arguments, as far as ours read them, without its parser."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pages of the documentation, and those that are made from the code: ``python -m tests.pages`` renews them."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

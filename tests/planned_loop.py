@@ -1,7 +1,5 @@
 """Shared parts of the tests of ``swap.activations`` within a budget: planned training beside unswapped training."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

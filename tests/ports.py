@@ -1,7 +1,5 @@
 """Ports for the stores of runs with several ranks."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

@@ -1,7 +1,5 @@
 """How much runs: what the short run of ``tests/run.sh`` has time for, what ``--all`` has time for, or everything."""
 
-from __future__ import annotations
-
 import os
 
 SIZE = os.environ.get("SWAP_TESTS", "nightly")

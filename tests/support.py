@@ -4,8 +4,6 @@ Rows of ``tests/integration/rows.py`` train with and without swapping and are co
 committed result row says what ran. No cell is typed by hand.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence

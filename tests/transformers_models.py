@@ -1,7 +1,5 @@
 """Small models of transformers' architectures, by config: no weights, no downloads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose weights are swapped, and devices for them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@
 - ``{"end": …}``: end a world.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -11,8 +11,6 @@
     python -m tests.fuzz --result docs/results/fuzz.json --rows FILE …   the result file from rows
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

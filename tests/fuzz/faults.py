@@ -1,7 +1,5 @@
 """Defects to plant in the product: each one the fuzz must find within a few seeds, or it would find nothing at all."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Random cases for Megatron's trainer: a model, a schedule of micro-batches, ways to swap. A seed gives one case."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

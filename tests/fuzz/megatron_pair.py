@@ -1,7 +1,5 @@
 """Runs a case of ``megatron_case``: training without swapping, then with each of its plans, compared to the bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

@@ -5,8 +5,6 @@ itself. Between two trainings Megatron's global state is destroyed as upstream's
 process groups are made anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -4,8 +4,6 @@ A layer is one of ``LAYERS``, a step of the loop one of ``STEPS``: each uses aut
 change. Where plain PyTorch raises an error (a saved tensor was changed in place), swapping must raise one too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

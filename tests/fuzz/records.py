@@ -1,7 +1,5 @@
 """The results of a training run by name, and the first difference between two runs."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

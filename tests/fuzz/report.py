@@ -1,7 +1,5 @@
 """What many cases come to: outcomes, what was used and how often, and upstream's errors."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The first seeds of each kind, and proof that the fuzz finds planted defects and hangs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank of the fuzz's worlds does: it answers the seed of a case with the case's row."""
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections.abc import Callable

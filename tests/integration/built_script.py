@@ -8,8 +8,6 @@ optimizer state without swapping, and the same with it, with the figures of ``st
 
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

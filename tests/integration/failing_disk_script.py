@@ -5,8 +5,6 @@
 ``--slow-behind 8``: a read or write takes up to 20 ms longer, so that it ends behind others that began later.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

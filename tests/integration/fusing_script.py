@@ -1,7 +1,5 @@
 """The trainer with ``--gradient-accumulation-fusion``, and a stand-in for the module of apex that it needs."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

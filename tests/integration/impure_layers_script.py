@@ -1,7 +1,5 @@
 """The trainer, whose MLPs multiply by a global that is another one in backward from the third iteration on."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

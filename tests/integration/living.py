@@ -1,7 +1,5 @@
 """What a rank does that lives on from run to run: it runs the program, again and again."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

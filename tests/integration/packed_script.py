@@ -3,8 +3,6 @@
 TransformerEngine's attention takes the documents' lengths; here the local spec's attention turns them into a mask.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from typing import Any

@@ -4,8 +4,6 @@ The first word says where: a function that ``megatron.swap.planning`` calls whil
 rank.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer with the precision-aware optimizer, whose Adam is ours: Megatron takes it for TransformerEngine's."""
 
-from __future__ import annotations
-
 import sys
 import types
 

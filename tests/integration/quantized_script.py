@@ -6,8 +6,6 @@ On a GPU, with TransformerEngine. The recipe ``none`` is bf16 with Megatron's ow
 line of JSON a run: the digest of losses, gradient norms, weights, optimizer state and the quantizers' scales.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

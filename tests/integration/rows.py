@@ -3,8 +3,6 @@
 ``test_matrix.py`` runs the rows, ``tests/support.py`` reads them for docs/reference/support.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

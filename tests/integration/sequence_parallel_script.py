@@ -6,8 +6,6 @@ Megatron gives.
 
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 random moment, drawn from a seed. ``clock 10``: the clock of the wall jumps, by an hour forth and a day back in turn.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -5,8 +5,6 @@
 The reading of the available memory stands for that process, or for a limit of the cgroup: both are read there.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pretrain_gpt_swap as program

@@ -1,7 +1,5 @@
 """Runs that plan themselves, through the real trainer: equal to the bit in every stage, within the budget."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

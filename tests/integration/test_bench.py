@@ -1,7 +1,5 @@
 """The benchmark on the real trainer: every method of the quick suite, interrupted once and resumed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 ``tests/support.py`` makes rows of the table of versions in docs/reference/support.md from ``FEATURES``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Each page runs in a working copy of its own, top to bottom, so that nothing land
 one that runs the tests. Lines that would install, download or run these very tests are left out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Linear layers in 8 bits by the real trainer, on a GPU, beyond ``test_quantized.py``: what needs Megatron's flags."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

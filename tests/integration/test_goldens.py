@@ -6,8 +6,6 @@ act. Looked at from outside alone (programs, public import paths), so that modul
 imported and suites may come on top; keys, scalars and ranges are compared as whole sets.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

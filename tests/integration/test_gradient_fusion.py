@@ -1,7 +1,5 @@
 """Linear layers that add weight gradients to ``main_grad`` themselves: hooks around them change no bit."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The out-of-memory guard through the real trainer. The emulated device has too little memory for the run."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """``--swap-loss-chunks`` in the real trainer, several chunks: equal from run to run. The matrix has one chunk."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rows of the matrix: losses, gradients, weights, optimizer state and random generators are equal to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 A new mistake is a new line: what is typed, and words that its message must have.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 ``pretrain_gpt_swap.py`` with ``FLAGS``, ``--exit-interval 3 --swap-min-mib 0 --swap-layers all --swap-optimizer 0.5``.
 """
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
 from typing import Any

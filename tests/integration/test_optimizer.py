@@ -1,7 +1,5 @@
 """Optimizer state offloaded by the real trainer: equal to the bit, also after a resume."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

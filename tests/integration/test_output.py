@@ -1,7 +1,5 @@
 """Output for users, cleanup after a run, and runs that fail."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

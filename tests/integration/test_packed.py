@@ -3,8 +3,6 @@
 Megatron packs them for TransformerEngine's attention alone. On the CPU ``packed_script.py`` stands in for it.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

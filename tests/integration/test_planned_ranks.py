@@ -1,7 +1,5 @@
 """``swap.activations(model, memory_gib=…)`` in a loop of two gloo ranks, by ``DistributedDataParallel``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

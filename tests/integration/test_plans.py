@@ -1,8 +1,6 @@
 """Plan files through the real trainer: followed with results equal to the bit, and saved so that a second run does the
 same."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """tools/profile.sh as a new user runs it, without a GPU."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

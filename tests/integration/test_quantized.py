@@ -1,7 +1,5 @@
 """Runs of ``quantized_script.py``, in one process a recipe: equal to the bit, the quantizers' scales included."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """One rank fails: all ranks end, in time, and the others say why."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

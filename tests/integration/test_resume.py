@@ -1,7 +1,5 @@
 """Save and resume: the result equals one run without swapping."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_checkpoints, assert_swapped, recorded

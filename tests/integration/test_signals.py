@@ -1,7 +1,5 @@
 """Signals, kills and clocks through the real trainer: nothing is lost, and the next run goes on to the bit."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

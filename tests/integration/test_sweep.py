@@ -1,7 +1,5 @@
 """A sweep on the real trainer: real steps decide, and an interruption costs only the run that it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

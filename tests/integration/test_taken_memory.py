@@ -1,7 +1,5 @@
 """Host memory that another process takes between the checks at the start and the moment when it is needed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

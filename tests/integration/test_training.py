@@ -1,7 +1,5 @@
 """One process: what the rows of the matrix cannot say."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.swap.common.types import GIB

@@ -1,7 +1,5 @@
 """A model with two stacks of layers (Megatron's T5): it trains swapped to the bit, and is not planned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

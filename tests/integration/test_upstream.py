@@ -1,7 +1,5 @@
 """What Megatron 0.19.2 cannot do without TransformerEngine, swapping or not: the known limits of the pages."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -3,8 +3,6 @@
 ``tests/support.py`` makes the table of versions in docs/reference/support.md from ``CASES`` and ``REFUSED``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

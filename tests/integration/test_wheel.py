@@ -1,7 +1,5 @@
 """The wheel, built and installed into a separate environment, next to a user's own package ``patches``."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

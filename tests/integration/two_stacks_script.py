@@ -1,7 +1,5 @@
 """The trainer with Megatron's T5: an encoder and a decoder of ``--num-layers`` each, which both read the tokens."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

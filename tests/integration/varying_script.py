@@ -1,7 +1,5 @@
 """The trainer with changing sequence lengths: ``--lengths 6:64 6:32`` runs six steps of each, in turn."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Other versions of Megatron than the installed one, each in a folder of its own."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

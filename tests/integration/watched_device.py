@@ -4,8 +4,6 @@ Compute on the emulated device is the calling thread, so a copy that does not wa
 On a GPU it may run before the kernel that writes its source, or into memory that a kernel still reads.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ Nothing of it is typed twice. The words are those of the tests' docstrings, the 
 Reports without a section of their own are in ``reports.toml``.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

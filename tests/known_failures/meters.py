@@ -1,7 +1,5 @@
 """What a run takes, measured without asking the engine: bytes of live tensors, and Python objects."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The lazy device runs each copy as late as the engine's waits allow, so that a missing wait always shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The list of known failures is whole: each has its words, its tests, its planted faults, and their results."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.faults.trial import CAUGHT

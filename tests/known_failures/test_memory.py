@@ -1,7 +1,5 @@
 """Known failures of offloading: memory that does not fall, or rises, on the device or on the host."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

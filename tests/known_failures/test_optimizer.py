@@ -1,7 +1,5 @@
 """Known failure of offloading: optimizer state that a fused kernel cannot step where it lies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Known failure of offloading: host memory that cannot be page-locked."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kinds of failures that public reports name (``reports.toml``) and that no other test has: as programs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Known failures of offloading: what one step leaves behind for the next."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """Known failures of offloading in training with several ranks, or with batches that differ: the real trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

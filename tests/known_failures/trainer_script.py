@@ -4,8 +4,6 @@
 each step, a line each, to ``decisions-RANK``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -4,8 +4,6 @@ Such a thread may drop the last reference to a tensor while the interpreter is f
 of 102 did. What prevents it is tested: there is no process group any more when finalization begins.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The data programs: output equals input, in order, and a failure leaves no half-written file."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

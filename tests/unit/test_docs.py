@@ -1,7 +1,5 @@
 """What the pages say is what the code does. ``python -m tests.pages`` renews the generated ones."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

@@ -1,7 +1,5 @@
 """House rules that a machine can check."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -8,8 +8,6 @@ in both trees and compare::
     PYTHONPATH=. python -m tests.unit.test_orders --write    # the goldens anew: a conscious act
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable, Sequence

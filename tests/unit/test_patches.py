@@ -1,7 +1,5 @@
 """The registry: patches are applied together or not at all, are reverted completely, and report what does not fit."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

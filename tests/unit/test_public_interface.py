@@ -1,7 +1,5 @@
 """The public names of ``from megatron import swap``: listed, loaded lazily, documented."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

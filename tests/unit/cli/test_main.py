@@ -1,7 +1,5 @@
 """The console script: its commands, and the doctor's report of missing packages."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

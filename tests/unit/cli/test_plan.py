@@ -1,7 +1,5 @@
 """megatron-swap plan: wrong input is refused in one line, before planning."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -5,8 +5,6 @@
     PYTHONPATH=. python -m tests.unit.cli.test_plan_goldens    # writes them anew: a conscious act
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import tempfile

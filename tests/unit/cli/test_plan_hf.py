@@ -1,7 +1,5 @@
 """megatron-swap plan --hf: rows of a Hugging Face model from its config file, and wrong input in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """megatron-swap plan --hf reads config files of anybody: each is planned or refused in a line, and asks for nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

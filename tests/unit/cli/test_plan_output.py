@@ -1,7 +1,5 @@
 """megatron-swap plan: verdict, command to paste, table of options, GPUs of a host, stages of a pipeline, notes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

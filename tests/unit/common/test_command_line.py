@@ -1,7 +1,5 @@
 """A mistake on a command line is told in a paragraph, with the nearest flag or the help of the flag."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.swap.common.flag_names import is_flag, nearest_flag

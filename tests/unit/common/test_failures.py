@@ -1,7 +1,5 @@
 """An exception that ends a process leaves its paragraph: on the screen, or in torchrun's file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Profiler ranges: names, nesting, listeners."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

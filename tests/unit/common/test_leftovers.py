@@ -1,7 +1,5 @@
 """What a killed process leaves is removed by the next one; what lives, or is another's, is not."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

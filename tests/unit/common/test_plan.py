@@ -1,7 +1,5 @@
 """Plan files: round trips, and errors that name the wrong key."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

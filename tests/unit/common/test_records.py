@@ -1,7 +1,5 @@
 """Files of records: what no record can hold is named, and a file is written whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The settings: what is allowed, and that errors name the flag, the value and the remedy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages name settings as the caller does."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Sites, positions of layers in a chunk, byte formatting."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.swap.common.types import GIB, MIB, format_bytes, layer_positions

@@ -1,12 +1,11 @@
 """The fraction of a GPU's memory that PyTorch may take, and what is allocated if there is no room for all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from megatron.swap.common.types import GIB
 from megatron.swap.devices.cuda import CudaDevice
+from megatron.swap.devices.emulated import EmulatedDevice
 
 
 class FakeMemory:
@@ -45,3 +44,19 @@ def test_what_a_guard_leaves_free_never_raises_a_limit_that_is_set(monkeypatch: 
     memory.fraction = 0.25  # set by somebody else in the meantime
     memory.device.leave_free(False)
     assert memory.fraction == 0.25
+
+
+def test_what_is_allocated_ahead_ends_at_the_first_that_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller pairs the buffers with its storages in order, so none may be left out in the middle."""
+    device = EmulatedDevice()
+    allocate = device.allocate
+
+    def with_little_room(num_bytes: int) -> torch.Tensor:
+        if num_bytes > 100:
+            raise torch.OutOfMemoryError("no room")
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(device, "allocate", with_little_room)
+    assert [found.numel() for found in device.allocate_all([10, 50, 200, 20], is_ahead=True)] == [10, 50]
+    with pytest.raises(torch.OutOfMemoryError):
+        device.allocate_all([10, 200, 20], is_ahead=False)

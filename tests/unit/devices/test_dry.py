@@ -1,7 +1,5 @@
 """The dry device: its clock, its memory, and the blocks of its allocator."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Numbers of tokens reach the host by a kernel, not behind the copies of activations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What lasts does not divide the memory that activations free."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterator

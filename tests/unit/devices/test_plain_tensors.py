@@ -1,7 +1,5 @@
 """Which tensors have their bytes in their storage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

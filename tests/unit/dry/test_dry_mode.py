@@ -1,7 +1,5 @@
 """Operators on the dry device: values that follow from shapes, sums of gradients, and what is remembered of calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps on the meta device: what they save and hold is what steps that compute do, and what an H200 measured."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

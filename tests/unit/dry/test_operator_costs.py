@@ -1,7 +1,5 @@
 """Prices of operators by the figures of a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

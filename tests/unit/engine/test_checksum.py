@@ -1,7 +1,5 @@
 """Checksums: equal bytes agree, changed ones do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Garbage collections are put off as long as there is a graph, and no longer; garbage stays bounded."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

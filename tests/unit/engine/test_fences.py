@@ -1,7 +1,5 @@
 """Which reads of a slot may still be in flight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.swap.devices.emulated import EmulatedDevice, EmulatedEvent

@@ -1,7 +1,5 @@
 """Handles: legal transitions, checks before release, and what a handle frees when it dies."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 

@@ -5,8 +5,6 @@ them the README's first command took 1.02 times the unswapped step, with 760, 1,
 (docs/dev/log.md, Host work). A change that lowers them lowers the limits.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Collection

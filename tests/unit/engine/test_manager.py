@@ -1,7 +1,5 @@
 """The manager: lifetimes, exceptions, windows, leases, and cleanup at the end."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

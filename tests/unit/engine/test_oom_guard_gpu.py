@@ -1,7 +1,5 @@
 """The out-of-memory guard on a CUDA device, with a limit on this process's memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Host memory of the out-of-memory guard: how much it may map, and when evicted bytes make room again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import pytest

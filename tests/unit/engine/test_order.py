@@ -1,7 +1,5 @@
 """The order of backward: guessed at first, learned afterwards, robust against every other order."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Recordings under the lowest-memory plan, and plans made from them: the memory is as predicted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """The choice of storages to swap: layers, patterns of modules, sizes."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan

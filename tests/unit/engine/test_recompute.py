@@ -1,7 +1,5 @@
 """Recomputing single sites: bit-equal to keeping them, in any mix with swapping, whatever happens to the tensors."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,8 +1,6 @@
 """Models that change, free or alias tensors: recomputing is equal to the bit, refused, or raises plain autograd's
 error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

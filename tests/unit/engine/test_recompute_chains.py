@@ -1,7 +1,5 @@
 """Recomputed outputs whose inputs are saved later than their outputs, or never; layers that are recomputed whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

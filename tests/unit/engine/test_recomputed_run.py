@@ -1,7 +1,5 @@
 """Layers that run again: what they compute differently is an error, whatever it comes from."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The context of a forward holds again where its layer runs again."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

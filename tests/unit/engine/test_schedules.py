@@ -1,7 +1,5 @@
 """Micro-batches in flight in any order, with any window and any delays: losses and gradients equal to the bit."""
 
-from __future__ import annotations
-
 import copy
 
 from hypothesis import HealthCheck, given, settings

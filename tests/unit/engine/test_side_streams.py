@@ -4,8 +4,6 @@ The emulation's compute stream never lags behind its caller, so a copy that does
 (and on a GPU). So do layers that compute on more than one stream (Megatron's shared experts).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """The names of saved tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Tensors that an autograd function keeps on its context are swapped like those that autograd saves."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

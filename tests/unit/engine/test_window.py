@@ -1,7 +1,5 @@
 """Prefetch windows and the release budget: what is reloaded ahead of its use, and what may await its release."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

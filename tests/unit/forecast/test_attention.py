@@ -1,7 +1,5 @@
 """Attention by library: its workspace in backward, by hand, and the block that no free piece of memory can hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """FP8 layers: what they save, how long they take, and the memory of their weights. TransformerEngine is not needed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory around a loss in chunks, the number that ``auto`` takes, and what ``megatron-swap plan`` says of them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

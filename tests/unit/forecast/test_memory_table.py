@@ -1,7 +1,5 @@
 """The memory table: predictions for each tier, with measurements beside them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict

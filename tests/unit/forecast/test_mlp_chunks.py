@@ -1,7 +1,5 @@
 """The MLP in chunks of the sequence: sites, memory and time by formula, and what it makes possible at long contexts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The adapters without their frameworks: fakes in ``sys.modules``, and an ``install`` that records its calls."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

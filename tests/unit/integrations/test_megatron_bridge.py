@@ -4,8 +4,6 @@
 ``megatron/bridge/training/train.py`` (when ``train`` fires which event).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

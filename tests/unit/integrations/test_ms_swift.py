@@ -4,8 +4,6 @@
 ``swift/megatron/trainers/base.py`` (``BaseMegatronTrainer``: makes the callbacks last, calls their events).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

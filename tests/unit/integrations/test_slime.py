@@ -4,8 +4,6 @@
 ``slime/utils/misc.py`` (``load_function`` looks the hook up by its path before each step).
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``SwapCallback``: as the handler of transformers' ``Trainer`` calls it, and with the trainer where it runs."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

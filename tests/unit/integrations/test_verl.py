@@ -5,8 +5,6 @@
 ``verl/workers/engine_workers.py`` (``TrainingWorker`` makes its engine by the registry, ``reset`` initializes it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

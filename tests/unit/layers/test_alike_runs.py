@@ -1,7 +1,5 @@
 """Layers that are not measured, since one like them was and the host has no room: the same profile, the same bits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

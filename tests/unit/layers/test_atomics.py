@@ -1,7 +1,5 @@
 """Layers whose kernels are not deterministic: on a GPU two runs with the same inputs differ in their last bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron import swap

@@ -1,7 +1,5 @@
 """``autocast_cache=False``: within the layers autocast keeps no casts of weights, as with ``cache_enabled=False``."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

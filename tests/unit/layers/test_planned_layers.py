@@ -1,7 +1,5 @@
 """Layers that must not run again in backward: none of them is recomputed whole, or an error says so."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Layers of random operators, whose runs are repeated: gradients equal those of unswapped training, to the bit."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

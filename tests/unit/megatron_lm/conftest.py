@@ -1,7 +1,5 @@
 """What several tests of the edge to Megatron-LM share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

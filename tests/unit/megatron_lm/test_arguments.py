@@ -1,7 +1,5 @@
 """Combinations of flags for plans and budgets, and the messages of refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

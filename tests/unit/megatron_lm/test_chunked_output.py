@@ -1,7 +1,5 @@
 """The output layer and the loss in chunks: one is Megatron's to the bit; several are no worse, and take less memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

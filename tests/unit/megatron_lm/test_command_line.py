@@ -1,7 +1,5 @@
 """``add_swap_args`` on parsers of other programs."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

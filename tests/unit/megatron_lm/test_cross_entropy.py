@@ -1,7 +1,5 @@
 """Cross entropy in chunks: Megatron's losses and gradients to the bit, and never all logits in single precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """``--swap-fp8-weights recompute``: layers are told to keep no copies, and told again at the end; what is refused."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

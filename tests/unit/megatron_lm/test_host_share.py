@@ -1,7 +1,5 @@
 """Host memory of a rank: its share for each use, and refusals before the model is built."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.swap.common.settings import Settings

@@ -1,7 +1,5 @@
 """Files and libraries that are missing are named before anything is built."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

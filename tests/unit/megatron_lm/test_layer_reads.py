@@ -1,7 +1,5 @@
 """How a Megatron layer may run again."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``--swap-loss-chunks``: which models and flags run in chunks, how many, and what is told; nothing is left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

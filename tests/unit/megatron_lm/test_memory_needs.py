@@ -1,7 +1,5 @@
 """A run that certainly does not fit is refused before the model is built; one that fits never is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

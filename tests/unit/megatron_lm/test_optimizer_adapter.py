@@ -1,7 +1,5 @@
 """A Megatron optimizer is adapted as a whole, and restored completely."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters that the device cannot hold twice wait in host memory until Megatron has made its buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

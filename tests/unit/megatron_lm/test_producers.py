@@ -1,7 +1,5 @@
 """Recorded producers: Megatron's norms, activations, linear layers, sums and queries."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers in 8 bits, on a stand-in for TransformerEngine: swapped and recomputed equal to the bit, with histories."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import types

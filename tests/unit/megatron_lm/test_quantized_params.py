@@ -1,7 +1,5 @@
 """Parameters in 8 bits are computed from offloaded main parameters, some at a time: equal to the bit."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The kernel that adds weight gradients to ``main_grad``: by TransformerEngine, and where Megatron calls it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace

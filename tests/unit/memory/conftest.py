@@ -1,7 +1,5 @@
 """What several tests of memory outside the device share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

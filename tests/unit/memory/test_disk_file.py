@@ -1,7 +1,5 @@
 """The disk file: written bytes are read back, also when a call moves fewer bytes than asked; faults are errors."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Host memory for optimizer state: pieces in mappings that small ones share, up to a limit."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

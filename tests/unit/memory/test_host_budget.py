@@ -1,7 +1,5 @@
 """The budget of host memory: named reservations, refusals, and a pool that follows them."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.swap.common.types import MIB

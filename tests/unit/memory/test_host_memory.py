@@ -1,7 +1,5 @@
 """The host budget on made-up machines, and how pages are prepared."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

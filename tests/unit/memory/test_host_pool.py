@@ -1,7 +1,5 @@
 """The slab pool: accounting, splitting, lifetimes, threads."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 

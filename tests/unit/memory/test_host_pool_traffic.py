@@ -1,7 +1,5 @@
 """The slab pool under random traffic, compared with a naive model."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 """Activations on disk where host memory is short: equal to the bit, also with a slow disk; missing waits are found, and
 a failing disk ends training."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

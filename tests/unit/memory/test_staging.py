@@ -1,7 +1,5 @@
 """Buffers between disk and device, whose copies run as late as the waits allow."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

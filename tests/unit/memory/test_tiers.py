@@ -1,7 +1,5 @@
 """The contract of a tier, for every tier: a new one adds itself to ``TIERS``."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Fixtures for the transfer queue."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

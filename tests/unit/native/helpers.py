@@ -1,7 +1,5 @@
 """Memory by address, and a CUDA runtime for machines that have none."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Building the native part, and running without it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,7 +1,5 @@
 """Retried CUDA allocations, on a fake of torch's allocator: ``cuda_allocator_cases.cpp``."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

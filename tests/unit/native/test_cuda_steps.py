@@ -1,7 +1,5 @@
 """The transfer queue: CUDA copies. The fake shows order and waits; real copies need a GPU."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

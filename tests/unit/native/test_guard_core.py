@@ -1,7 +1,5 @@
 """The guard's native part alone: what it evicts, in which order, and which locks may wait."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The guard's host memory: ``host_chunks_cases.cpp``."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """C++ operators that declare their storages: these are reloaded, and not offloaded while in use."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The transfer queue: host memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

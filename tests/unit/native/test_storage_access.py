@@ -1,7 +1,5 @@
 """Storages that refuse access, with real operators of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

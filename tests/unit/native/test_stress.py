@@ -1,7 +1,5 @@
 """The native core under ThreadSanitizer, with threads of its own: ``queue_stress.cpp``."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

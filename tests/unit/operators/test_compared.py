@@ -1,7 +1,5 @@
 """Which saved tensors are compared: a difference in any other one shows in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

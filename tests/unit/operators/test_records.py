@@ -1,7 +1,5 @@
 """Outputs of single operators are computed again, to the bit; what cannot be computed again is left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

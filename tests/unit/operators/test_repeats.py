@@ -1,7 +1,5 @@
 """Layers that run as before repeat what was decided about their saved tensors. The results are those of deciding."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Overlap of the optimizer step: state is loaded and offloaded beside layers, the peak does not rise, and nothing is
 stepped twice or before its reload."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lean optimizer state, of the types that TransformerEngine's Adam keeps in bf16 and fp32: equal to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """Optimizer state on disk, all of it or a part: equal to the plain optimizer, also with a slow disk. A fault ends
 training, and memory falls."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """The order of copies of optimizer state, on a device that runs each as late as the waits allow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

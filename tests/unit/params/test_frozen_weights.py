@@ -1,7 +1,5 @@
 """Frozen weights in host memory while adapters train: losses, gradients and weights equal to the bit."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Iterator

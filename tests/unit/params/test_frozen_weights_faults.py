@@ -1,7 +1,5 @@
 """Frozen weights that others unfreeze, change or move while adapters train, and errors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

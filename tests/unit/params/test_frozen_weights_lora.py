@@ -1,7 +1,5 @@
 """LoRA of transformers' models by peft, with frozen weights in host memory."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

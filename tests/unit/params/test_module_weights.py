@@ -1,7 +1,5 @@
 """Weights in host memory: outputs equal to the bit, two layers on the device, everything restored at the end."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import gc

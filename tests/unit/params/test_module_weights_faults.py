@@ -1,7 +1,5 @@
 """Swapped weights that other code reads, writes or moves, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

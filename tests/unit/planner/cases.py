@@ -1,7 +1,5 @@
 """Shared cases of the planner's tests: small and random profiles, and a second implementation of the linear model."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 ``python -m tests.unit.planner.measured`` prints two tables of docs/dev/planner.md.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

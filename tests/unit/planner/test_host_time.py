@@ -1,7 +1,5 @@
 """Plans where the device may wait for the host in forward."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predictions for every measured run of this repository that the model can express."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.planner.measured import FILES, RESULTS, alone, compared, errors, pasted, reserved

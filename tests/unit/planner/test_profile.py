@@ -1,7 +1,5 @@
 """Profiles: files, arithmetic from shapes and flags, what-ifs, and the command line over all of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

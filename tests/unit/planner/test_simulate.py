@@ -1,7 +1,5 @@
 """The simulator against arithmetic by hand, and against the engine's own manager."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The solver against brute force; budgets, host memory, bounds, speed."""
 
-from __future__ import annotations
-
 import random
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The fraction of offloaded optimizer state: no more than the budget requires, with the shortest step."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Agreement of ranks: on the figures of a step, and on the end if one of them fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

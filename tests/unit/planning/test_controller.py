@@ -1,7 +1,5 @@
 """Measurements of steps by a run that plans itself, on a device with made-up memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

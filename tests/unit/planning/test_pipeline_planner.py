@@ -1,7 +1,5 @@
 """Plans of several pipeline stages, with made-up profiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The stages of a run that plans itself, with made-up steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

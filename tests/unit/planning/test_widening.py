@@ -1,7 +1,5 @@
 """Memory that the fastest plan left free is used by further plans, with made-up steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs that only a layer that is recomputed whole saves: in profiles, in the simulator and in the solver."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.swap.common.types import MIB, Action

@@ -1,7 +1,5 @@
 """Footprints of steps: tensors and bytes that each layer saved, and gradients that the step made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Link benchmark: which copies run, in which order, and that memory is freed; never how fast it was."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tensors that a chunk saves outside its layers are recorded by site; recording changes nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

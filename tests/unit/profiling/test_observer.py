@@ -1,7 +1,5 @@
 """The observer counts to the byte what autograd holds, and changes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Profiles of handwritten recordings: times without the engine's work, memory besides saved storages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

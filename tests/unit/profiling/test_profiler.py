@@ -1,7 +1,5 @@
 """The choice of traced steps, and the output when training ends early."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recordings of real graphs under all policies; recording changes nothing."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

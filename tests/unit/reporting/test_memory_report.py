@@ -1,7 +1,5 @@
 """The memory report counts every storage, and none twice."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

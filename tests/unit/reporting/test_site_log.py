@@ -1,7 +1,5 @@
 """The site log: each storage counts once, and differences from a plan are reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

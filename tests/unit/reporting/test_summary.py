@@ -1,7 +1,5 @@
 """Output for users: tables, the step line, the JSON file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

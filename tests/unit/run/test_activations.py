@@ -1,7 +1,5 @@
 """Swapping around a plain PyTorch training loop: equal to the bit, nothing left behind, clear errors."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``install`` on a model that exists: what it refuses, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator, Mapping

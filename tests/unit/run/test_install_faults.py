@@ -1,7 +1,5 @@
 """``install`` in a process that is interrupted, forks, or has two models: the loop goes on, equal to the bit."""
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback

@@ -1,7 +1,5 @@
 """A swapped model is not copied. One that is deleted without ``close`` is freed, with all that it held."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

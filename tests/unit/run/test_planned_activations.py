@@ -1,7 +1,5 @@
 """``swap.activations(model, memory_gib=…)``: equal to the bit, within the budget, as predicted, clear errors."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``swap.activations(model, memory_gib=…)`` on transformers' architectures: equal to the bit, within the budget."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

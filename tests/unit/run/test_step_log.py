@@ -1,7 +1,5 @@
 """The records of steps: what a long run keeps of each."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each kind is tried by itself with layers that are offloaded, and all of them in one model within a budget.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

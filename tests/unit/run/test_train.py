@@ -1,7 +1,5 @@
 """``swap.train``: one call for models of PyTorch and of Megatron."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

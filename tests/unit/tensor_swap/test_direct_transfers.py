@@ -1,7 +1,5 @@
 """Swapping tensor by tensor without a compiler, on a device whose copies run as late as the waits allow."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """Swapping tensor by tensor, with wrong uses and copies that fail: errors, never lost bytes."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

@@ -1,7 +1,5 @@
 """Random programs that swap tensor by tensor, equal to the bit, also on a GPU."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

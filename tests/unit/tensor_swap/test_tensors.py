@@ -1,7 +1,5 @@
 """Swapping tensor by tensor: the order of reloads, valid views, refused arguments."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

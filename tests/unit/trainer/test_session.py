@@ -1,7 +1,5 @@
 """A session leaves nothing behind."""
 
-from __future__ import annotations
-
 import argparse
 from types import SimpleNamespace
 from typing import Any

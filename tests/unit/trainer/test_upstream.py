@@ -1,7 +1,5 @@
 """What a run needs of upstream ends it if it does not fit; what it can do without is left out, with one line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
