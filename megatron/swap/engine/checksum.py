@@ -22,17 +22,14 @@ class VerifyError(SwapError):
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Return one int64 sum for each block of 64 KiB of ``data`` (uint8, 1-D), computed on its own device."""
+    """Return one int64 sum for each block of 64 KiB of ``data`` (uint8, whole storage), computed on its device."""
     # One sum for each block, so that exchanged or shifted blocks are detected.
     num_whole = data.numel() // _BLOCK_BYTES * _BLOCK_BYTES
     rest = data[num_whole:].sum(dtype=torch.int64).reshape(1)
-    if num_whole == 0 or data.storage_offset() % 4:
-        return rest if num_whole == 0 else torch.cat([_sums(data[:num_whole]), rest])
-    return torch.cat([_sums(data[:num_whole].view(torch.int32)), rest])
-
-
-def _sums(words: torch.Tensor) -> torch.Tensor:
-    return words.view(-1, _BLOCK_BYTES // words.element_size()).sum(dim=1, dtype=torch.int64)
+    if num_whole == 0:
+        return rest
+    words = data[:num_whole].view(torch.int32).view(-1, _BLOCK_BYTES // 4)
+    return torch.cat([words.sum(dim=1, dtype=torch.int64), rest])
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Layer(nn.Module):
         self.object, self.slotted = SimpleNamespace(inner=SimpleNamespace(value=1)), Slotted()
         self.python, self.numpy, self.torch = random.Random(1), np.random.default_rng(1), torch.Generator()
         self.empty: dict[str, int] = {}
-        self.partial, self.user = functools.partial(print, [1]), UserDict(a=1)
+        self.partial, self.user = functools.partial(print, [1], end=[1]), UserDict(a=1)
 
 
 IN_PLACE: dict[str, tuple[Callable[[Layer], object], str]] = {
@@ -77,6 +77,7 @@ REPLACED: dict[str, tuple[Callable[[Layer], object], str]] = {
     "a queue": (lambda layer: layer.queue.rotate() or layer.queue.append(2), "queue"),
     "a list in a tuple": (lambda layer: layer.frozen[1].append(3), "frozen"),
     "a list in a partial function": (lambda layer: layer.partial.args[0].append(1), "partial"),
+    "a list in a keyword": (lambda layer: layer.partial.keywords["end"].append(1), "partial.end"),
     "a list in a slot": (lambda layer: layer.slotted.value.append(1), "slotted.value"),
     "a slot": (lambda layer: setattr(layer.slotted, "count", 1), "slotted.count"),
     "a counter": (lambda layer: layer.counter.update(a=2), "counter.a"),
@@ -136,7 +137,7 @@ def contents(layer: nn.Module) -> list[Any]:
         owners += [vars(layer.object.inner), layer.table["a"], layer.user.data]
     found: list[Any] = [{key: id(value) for key, value in owner.items()} for owner in owners]
     if isinstance(layer, Layer):
-        others = [layer.items, layer.names, layer.queue, layer.frozen, layer.partial.args, layer.slotted.value]
+        others = [layer.items, layer.names, layer.queue, layer.frozen, repr(layer.partial), layer.slotted.value]
         others += [layer.slotted.count, getattr(layer.slotted, "more", None), layer.counter, layer.own_set]
         others += [layer.own_list, layer.own_dict]
         others += [layer.ordered, list(reversed(layer.ordered))]

@@ -111,6 +111,18 @@ class TestOneStorage:
         assert handle.state is OFFLOADED
         assert bare.device.num_copies == {"out": 1, "in": 0}
 
+    def test_what_could_not_be_released_stays_until_the_policy_changes(self) -> None:
+        bare, held = Bare(), [numbers() for _ in range(MAX_REFUSALS + 2)]
+        for tensor in held[:-2]:
+            bare.swap_out(tensor)
+            bare.go_on()
+            bare.go_on()
+        group = bare.manager.begin_forward(0, FIRST)
+        assert save(bare.manager, held[-2], SITE, group) is None
+        bare.manager.end_forward(group)
+        bare.manager.apply_policy(0)
+        assert bare.swap_out(held[-1])[0].state is StorageState.OFFLOADING
+
     def test_an_output_that_the_next_layer_has_as_its_input_leaves_behind_that_one(self) -> None:
         bare = Bare()
         tensor, other = numbers(), torch.ones(4096)

@@ -50,3 +50,12 @@ def test_autocast_holds_again_and_leaves_no_casts_behind(caches: bool) -> None:
         assert not torch.equal(after, before)
         with RunContext(context.values, ((False, torch.float16), (False, torch.float32)), True, None).restored():
             assert linear(rows).dtype is torch.float32
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="PyTorch before 2.9")
+def test_where_operations_have_precisions_of_their_own_the_older_switches_are_not_read() -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    try:
+        RunContext.now()
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]

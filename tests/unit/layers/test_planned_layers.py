@@ -186,11 +186,19 @@ def test_several_forwards_before_a_backward() -> None:
         loss.backward()
         return loss
 
+    def of_one_layer(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        losses.append(loss_of(model(batch)))
+        losses[-1].backward(inputs=list(model[-1].parameters()))
+        return losses[-1]
+
+    losses: list[torch.Tensor] = []
     model = mlps(3)
     with swap.activations(model, memory_gib=1.0, **QUIET):
         with pytest.raises(UsageError, match=r"backward after each forward, concatenate the batches .*del loss"):
             train(model, backward=chosen_and_rejected)
         train(model, backward=dropped)
+    with swap.activations(model := mlps(3), memory_gib=1.0, **QUIET):
+        train(model, num_steps=2, backward=of_one_layer)
 
 
 @pytest.mark.parametrize(("other", "said"), [

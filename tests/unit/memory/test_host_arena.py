@@ -35,6 +35,7 @@ class TestArena:
             arena.take_all([MIB, *[15 * KIB] * 70])
         assert arena.reserved_bytes == MIB, "nothing was taken"
         arena.take_all([15 * KIB] * 63)
+        assert arena.num_that_fit([12 * KIB, 16 * KIB, MIB + 48 * KIB]) == 3, "to the last byte"
         assert arena.reserved_bytes == MIB
         arena.take(15 * KIB)
         arena.take(36 * KIB)

@@ -5,6 +5,7 @@ import gc
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from megatron.swap.common.types import GIB, MIB
 from megatron.swap.memory import host_memory
 from megatron.swap.memory.host_memory import (
+    PAGE_BYTES,
     HostMemoryError,
     HostRegion,
     available_host_bytes,
@@ -164,7 +166,8 @@ class TestRegions:
     def test_dropped_while_registered(self, monkeypatch):
         """The registration ends when no tensor is left and the device is idle, and before the unmapping."""
         cudart = FakeCudart(monkeypatch)
-        regions, _ = prepare_regions([MIB] * 2, device=1)
+        regions, times = prepare_regions([MIB] * 2, device=1)
+        assert 0 < times.touch_s <= times.total_s
         viewed, other = (region.address for region in regions)
         view = regions[0].tensor[5:]
         del regions
@@ -199,6 +202,15 @@ class TestRegions:
         region.unregister()
         assert cudart.registered == {}
         assert Mapping.dropped == []
+
+    @pytest.mark.parametrize("node", [0, 1, 70])
+    def test_pages_are_placed_by_a_mask_that_names_the_node_and_that_the_kernel_takes(self, node, monkeypatch):
+        def mbind(number, address, nbytes, mode, mask, max_node, flags):
+            assert max_node.value <= 8 * PAGE_BYTES, "the kernel refuses more"
+            return [one for one in range(max_node.value - 1) if mask[one // 64] >> one % 64 & 1] != [node]
+
+        monkeypatch.setattr(host_memory, "_libc", lambda: SimpleNamespace(madvise=lambda *_: 0, syscall=mbind))
+        assert HostRegion(MIB, numa_node=node).near_node
 
     @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
     def test_a_forked_child_does_not_share_the_pages(self):

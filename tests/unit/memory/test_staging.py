@@ -1,5 +1,7 @@
 """Buffers between disk and device, whose copies run as late as the waits allow."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 
@@ -66,3 +68,15 @@ def test_what_is_read_from_a_buffer_for_writes_waits_for_its_copy(disk: DiskFile
     device.copy(into, [target], staging.fetch([span]).arrived(device, into))
     into.run_until(lambda: not into.work)
     assert torch.equal(target, source)
+
+
+def test_a_write_is_waited_for_until_all_its_parts_are_over(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, (room,), waited = Staging(disk, aligned, BLOCK_BYTES), disk.take_all([2 * BLOCK_BYTES]), []
+    parts: list[Future[None]] = [Future(), Future()]
+    parts[0].set_result(None)
+    monkeypatch.setattr(parts[1], "result", lambda: waited.append(1))
+    monkeypatch.setattr(disk, "write", lambda *_: parts)
+    staging.stage([(room, 0, BLOCK_BYTES)])[1](LazyDevice(), LazyDevice().record(LazyDevice().compute))
+    for start in (BLOCK_BYTES, 0):
+        staging.stage([(room, start, start + BLOCK_BYTES)])
+    assert waited

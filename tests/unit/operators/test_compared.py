@@ -90,6 +90,8 @@ def test_one_tensor_is_compared_once_and_each_part_of_a_storage() -> None:
     saved = [Saved(0, (0,)), Saved(0, (0,)), Saved(0, (8,)), Saved(None, ()), Saved(1, (0,), is_opaque=True)]
     found: Any = compared([Flow({}, {0: 16}), Flow({}, {1: 1})], saved, num_given=0)
     assert found.last == found.all == {0, 2, 3}
+    found = compared([Flow({}, {0: 4}), Flow({0: 4}, {1: 4})], [Saved(0, ())], num_given=0)
+    assert found.last == {0}, "it does not show in what nobody saves"
 
 
 def test_what_is_written_in_place_shows_itself_only_if_it_is_read() -> None:

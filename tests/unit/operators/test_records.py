@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megatron.swap.models.hints import ModelHints
-from megatron.swap.operators.records import OperatorWatch
+from megatron.swap.operators.records import OperatorWatch, of_tensors
 from megatron.swap.planner.profile import Link
 from megatron.swap.planning import workload_profiler
 from tests.planned_loop import assert_planned
@@ -127,6 +127,13 @@ def test_addresses_are_not_used_again() -> None:
     order = watch.order
     assert set(order.last_write) == {*range(2, 400, 4), 401}
     assert {order.operators[order.position(number)] for number in range(2, 400, 4)} == {aten.empty.memory_format}
+
+
+def test_the_tensors_of_a_list_are_inputs() -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    again, inputs = of_tensors(torch.cat, ([one, other],), {})
+    assert list(map(id, inputs)) == [id(one), id(other)]
+    assert torch.equal(again(other, one), torch.cat([other, one]))
 
 
 class Averages(Layer):

@@ -126,7 +126,7 @@ def set_all(run: Run, name: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("layer", "policy"),
-    [(Layer, Mixed), (Layer, AllRecomputed),
+    [(Layer, Mixed), (Dropped, AllRecomputed),
      *(pytest.param(layer, Mixed, marks=pytest.mark.slow) for layer in (Rotary, Dropped, InPlace, Shared))],
 )  # fmt: skip
 def test_equal_to_deciding(
@@ -137,6 +137,7 @@ def test_equal_to_deciding(
     assert run.repeats()
     assert repeated["recomputed"]
     assert repeated["out"]
+    assert repeated["refused"] or policy is Mixed, "a mask cannot be made again"
     monkeypatch.setattr(operator_repeats, "MAX_OTHERS", 0)
     for boundary in run.swapped.parts.layers.boundaries:
         boundary.makers._repeats.clear()
