@@ -12,7 +12,7 @@ class Unit:
     micro_batch: int
 
 
-def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: int = 1) -> list[Unit]:
+def schedule(num_micro_batches: int, size: int, rank: int, num_chunks: int = 1) -> list[Unit]:
     """Return the order of forwards and backwards: 1F1B, interleaved for several chunks, alternating without a pipeline.
 
     With several chunks ``num_micro_batches`` must be a multiple of ``size``.

@@ -83,7 +83,6 @@ class TensorSwap:
         self._access = storage_access()
         self._wanted: list[weakref.ref[torch.UntypedStorage]] = []
         self._modes: ExitStack | None = None
-        self._accepts = False
 
     # ------------------------------------------------------------------ open and close
 
@@ -210,7 +209,6 @@ class TensorSwap:
 
     def stop(self) -> None:
         """Accept no more tensors, and finish queued copies as ``wait``. Others are reloaded on use, or by ``close``."""
-        self._check_open()
         self._accepts = False
         self._wanted.clear()
         self.wait()

@@ -4,6 +4,7 @@ stepped twice or before its reload."""
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,20 +96,34 @@ def test_as_the_optimizer_alone(name: str, counts_memory: bool) -> None:
     assert max(model.loaded[1:]) > 0
     assert max(model.left) > 0
     assert same(model.training.all(), alone(5, name))
+    model.overlap.is_enabled = False
+    model.run()
+    assert (model.loaded[-1], model.left[-1]) == (0, 0)
 
 
 def test_no_peak_rises() -> None:
     model = Model()
+    model.device.layers_bytes = LAYER_BYTES  # weights, which are held all the time
     model.run()
     assert (model.loaded, model.left) == ([0], [0])  # nothing was known yet
     before = model.device.peak_of_all
     for _ in range(3):
         model.run()
-    assert model.device.peak_of_all == before == NUM_LAYERS * LAYER_BYTES
+    assert model.device.peak_of_all == before == (1 + NUM_LAYERS) * LAYER_BYTES
     # All but the last layer, and a bucket that waits to go out.
     room_bytes = (NUM_LAYERS - 1) * LAYER_BYTES
     assert room_bytes - 3 * BUCKET_BYTES < model.loaded[-1] <= room_bytes - BUCKET_BYTES
     assert room_bytes - 2 * BUCKET_BYTES < model.left[-1] <= room_bytes
+
+
+def test_a_stepper_loads_when_those_before_it_are_loaded() -> None:
+    model, asked = Model(), list[int]()
+    model.run()
+    second = SimpleNamespace(load_ahead=asked.append, is_loaded=False, drop_loaded=lambda: None)
+    model.overlap.add(second)  # type: ignore[arg-type]
+    for layers_bytes, is_asked in ((LAYER_BYTES, False), (2 * LAYER_BYTES, False), (2 * LAYER_BYTES, True)):
+        model.run(layers_bytes)
+        assert bool(asked) == is_asked, "the room is that of the step before"
 
 
 @pytest.mark.parametrize("runs_again", [False, True])

@@ -195,6 +195,9 @@ def test_what_is_offloaded_may_change_between_steps(name: str, first: int) -> No
             swapped.stepper.set_offloaded({swapped.params[i] for i in wanted})
             assert len(swapped.stepper.state.param_states) == len(SHAPES)
             assert len(swapped.stepper.state.offloaded) == len(wanted)
+            for param in (swapped.params[i] for i in wanted):
+                held = [param, *swapped.optimizer.state.get(param, {}).values()]
+                assert all(one.untyped_storage().nbytes() == 4 for one in held if one.shape == param.shape)
         swapped.steps(1, without)
         alone.steps(1, without)
     assert same(swapped.all(), alone.all())

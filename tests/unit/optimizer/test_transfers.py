@@ -51,6 +51,13 @@ def test_a_load_waits_for_compute_which_may_still_use_the_memory_of_the_buffer(s
     assert ran == ["earlier work"]
 
 
+def test_the_memory_of_a_dropped_load_is_free_once_nothing_writes_there(setup: Setup) -> None:
+    _, values = setup.load()
+    setup.transfers.discard(setup.bucket)
+    setup.device.synchronize()
+    assert values.isnan().all()
+
+
 def test_an_offload_waits_for_the_step_that_writes_its_source(setup: Setup) -> None:
     move, values = setup.load()
     setup.transfers.wait_for(setup.bucket)

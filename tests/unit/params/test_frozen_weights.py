@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_activations_are_swapped_too(name: str, device: Device) -> None:
 
     check_equal(MODELS[name](), device, accumulated, activations)
     assert seen[0].stats().out_bytes > 0
+
+
+def test_hooks_around_get_each_tensor_once(device: Device) -> None:
+    model, seen = make(), (list[torch.Size](), list[torch.Size]())
+    for to in seen:
+        swapping = nullcontext() if to is seen[0] else swap.weights(model, training=True, device=device)
+        with swapping, torch.autograd.graph.saved_tensors_hooks(lambda x, to=to: to.append(x.shape) or x, lambda x: x):
+            model(data(model, 0))
+    assert 0 < len(seen[1]) <= len(seen[0])
 
 
 @pytest.mark.slow

@@ -183,11 +183,12 @@ class TestPipelines:
 
     def test_interleaving_holds_more_of_the_first_chunk(self) -> None:
         chunks = ((0, 1), (2, 3))
-        of = profile([ONE], micro_batches=8, pipeline=Pipeline(4, 0, chunks))
+        of = profile([ONE], micro_batches=8, non_layer=NonLayer(0, 0, 0, 0.1, 0), pipeline=Pipeline(4, 0, chunks))
         units = schedule(8, 4, 0, 2)
         assert live_peaks(units, 2) == [(7, 4), (8, 3)]
         assert len(units) == len(set(units)) == 32
-        assert simulate(of, empty_plan(of)).peak_gib == gib(11 * 200)
+        assert {unit.micro_batch for unit in units} == set(range(8))
+        assert simulate(of, empty_plan(of)).peak_gib == gib(11 * 200 + 8 * 102.4), "the first chunk keeps more"
 
 
 class EngineStep:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.swap.common.plan import LAYER_SECTION, Infeasible
 from megatron.swap.forecast.gpus import find_gpu
 from megatron.swap.forecast.shape import shape_profile
-from megatron.swap.planner.profile import GAPS_GIB, LayerClass, NonLayer, OffloadedState, Profile, Section
+from megatron.swap.planner.profile import GAPS_GIB, LayerClass, NonLayer, OffloadedState, Pipeline, Profile, Section
 from megatron.swap.planner.program import Program, bound_windows
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve
@@ -115,8 +115,20 @@ def test_predictions_are_those_of_the_plans(seed: int, more: float) -> None:
         assert simulate(of, plan) == prediction
         assert plan.predicted is not None
         assert plan.predicted.step_ms == prediction.step_ms >= solution.lower_bound_ms
+    assert len({str(plan.classes) for plan in solution.plans}) == len(solution.plans)
     steps = [prediction.step_ms for prediction in solution.predictions]
     assert [round(step, 3) for step in steps] == sorted(round(step, 3) for step in steps)
+
+
+def test_the_program_counts_the_live_micro_batches_of_a_pipeline() -> None:
+    entry = LayerClass((0,), 2, 4, (site("a/0", 400, 1, 1, is_ineligible=True),))
+    of = profile([entry], micro_batches=8, pipeline=Pipeline(4, 0))
+    assert [bool(Program(of).solve(4 * mib / 1024, None, bound_windows(of))) for mib in (399, 401)] == [False, True]
+
+
+def test_a_plan_that_fits_host_memory_nearly_reaches_the_bound() -> None:
+    found = solve(of := replace(random_profile(644, 6, 4), num_micro_batches=16), random_budget(of, 644))
+    assert found.prediction.step_ms <= 1.03 * found.lower_bound_ms
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -212,6 +212,14 @@ def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(mon
     assert training.step(10.0) == 10.0
 
 
+def test_a_plan_says_how_much_optimizer_state_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, asked = Training(CachingDevice(), monkeypatch), list[float]()
+    training.auto._target = replace(training.target, settings=Settings(memory_gib=12.0, optimizer="auto"))
+    training.auto._parts = replace(training.parts, set_offload_fraction=asked.append)
+    training.auto._apply_plan(Plan(model(8), None, None, None, (), offload_fraction=0.25))
+    assert asked == [0.25]
+
+
 @pytest.mark.parametrize("full", ["save_plan", "save_profile"])
 def test_a_file_that_cannot_be_written_takes_no_other_with_it(
     full: str, tmp_path: Path

@@ -21,6 +21,7 @@ def test_memory_that_the_fastest_plan_left_free_is_used() -> None:
     assert "the best plan left 2.00 GiB of the budget free: one more plan to try" in run.said
     assert "plan 6 of 6, 93.0 ms" in run.said[-1]
     assert run.machine.num_replans == 0
+    assert [entry.predicted_peak_gib for entry in run.machine.history[-2:]] == [10.75, 10.75]
 
 
 def test_after_a_plan_for_free_memory_that_exceeds_the_budget_half_as_much_is_tried() -> None:

@@ -30,13 +30,14 @@ def bytes_in(given: torch.Tensor) -> bytes:
     return ctypes.string_at(storage_of(given).data_ptr(), storage_of(given).nbytes())
 
 
-def test_an_offload_that_is_interrupted_has_not_begun(device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_failed_offload(error: type[BaseException], device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     with TensorSwap(HOST_GIB, "cpu") as swap:
         a, b = tensor(), tensor()
         with monkeypatch.context() as patch:
-            patch.setattr(device, "copy", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                swap.swap_out(a)
+            patch.setattr(device, "copy", lambda *_: (_ for _ in ()).throw(error()))
+            with pytest.raises(error):
+                leave(swap, a)
         assert not swap.is_out(a)
         assert torch.equal(a, b)
         leave(swap, a)
