@@ -12,6 +12,7 @@ import torch
 
 from megatron.swap.common.types import GIB, MIB
 from megatron.swap.memory import host_memory
+from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_memory import (
     PAGE_BYTES,
     HostMemoryError,
@@ -23,6 +24,7 @@ from megatron.swap.memory.host_memory import (
     safe_host_bytes,
 )
 from megatron.swap.memory.mapping import Mapping
+from megatron.swap.memory.tiers.disk import DiskTier
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -177,6 +179,15 @@ class TestRegions:
         assert not is_mapped(other)
         del view
         assert cudart.registered == {}
+
+    def test_the_buffers_of_a_closed_disk_tier_are_registered_no_more(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        cudart, disk = FakeCudart(monkeypatch), DiskFile(str(tmp_path), MIB)
+        tier = DiskTier(disk, PAGE_BYTES, pinned=True)
+        assert cudart.registered
+        tier.close()
+        assert cudart.registered == {}
+        disk.close()
 
     @pytest.mark.parametrize("where", ["ranks", "capture"])
     def test_dropped_where_a_finalizer_waits_for_nothing(self, where, monkeypatch):
