@@ -54,5 +54,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHDYNAMO_DISABLE="${TORCHDYNAM
 jobs="${MEGATRON_SWAP_TEST_JOBS:-$((cores > 1 ? 2 : 1))}"
 select=()
 "$SWAP_PYTHON" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || select=(-m "not gpu")
+[ "$SWAP_TESTS" != nightly ] || words=(-o timeout=1800 "${words[@]}") # seconds a test: fuzzes at full size take minutes
 swap_say "pytest: $jobs worker(s)${select[*]:+, without a GPU}"
 "$SWAP_PYTHON" -m pytest -n "$jobs" --dist worksteal "${select[@]}" "${words[@]}"

@@ -187,11 +187,17 @@ class Zygote:
             )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the process that forks trainers has died"
-        return json.loads(answer)
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+            assert answer, "the process that forks trainers has died"
+            return json.loads(answer)
+        except BaseException:  # a test that is out of time leaves an answer, which the next one would read
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            raise
 
 
 def new_log(directory: Path) -> str:
