@@ -71,6 +71,18 @@ def test_a_change_of_any_view_or_of_the_size_shows_and_one_before_the_save_does_
         assert handle.changed()
 
 
+def test_whether_a_change_of_another_tensor_of_the_storage_shows() -> None:
+    tensor = torch.ones(8)
+    handle = make(tensor)
+    pack(handle, tensor)
+    alias, = handle.aliases
+    shares, other = tensor[2:], tensor.data
+    assert (alias.counts_with(shares), alias.counts_with(other)) == (True, False)
+    other.add_(1)
+    assert not alias.counts_with(other), "nor once the counts differ"
+    assert not handle.changed()
+
+
 @pytest.mark.parametrize(("state", "event"), [
     (StorageState.RESIDENT, None), (StorageState.OFFLOADING, "out"), (StorageState.KEPT, "out"),
     (StorageState.OFFLOADED, None), (StorageState.RELOADING, "in"), (StorageState.RELOADED, None),

@@ -160,6 +160,25 @@ def test_a_result_beside_the_result_is_refused() -> None:
         loop.step(lambda: loop.block.aside.backward())  # type: ignore[operator]
 
 
+@KINDS
+def test_a_layer_that_takes_a_gradient_in_its_own_forward(kind: dict[str, bool]) -> None:
+    class Sloped(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                leaf = hidden.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(super().forward(leaf).square().sum(), leaf)
+            return super().forward(hidden) + slope
+
+    loop = Loop(Sloped(), **kind)
+    hidden = torch.ones(64, 64, requires_grad=True)
+    loop.block(hidden).sum().backward()
+    for _ in range(3):
+        assert torch.equal(loop.step(), hidden.grad)
+        loop.checks.read()
+    (known,) = loop.checks._known.values()
+    assert known.takes_gradient is (kind == BOTH), "then its own forward has its saved tensors, from the second run on"
+
+
 def test_a_layer_that_counts_itself_is_put_back_between_its_two_runs() -> None:
     class Counting(Block):
         count, seen = 0, [0]

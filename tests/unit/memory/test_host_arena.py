@@ -70,6 +70,13 @@ class TestArena:
             if taken_bytes + size <= sure_bytes:
                 taken_bytes += sure.take(size).numel()
 
+    def test_estimates_to_the_byte(self) -> None:
+        arena = HostArena(limit_bytes=4 * MIB, pinned=False, region_bytes=MIB)
+        assert arena.most_bytes([4096] * 63) == 64 * 4096 + MIB
+        assert arena.sure_bytes(2) == 3 * MIB * 63 // 64 - 2 * 4096, "one shared mapping may be almost empty"
+        arena.take_all([MIB] * 3)
+        assert arena.sure_bytes(2) == MIB * 63 // 64 - 2 * 4096, "of the only one that is left nothing is lost"
+
     def test_a_piece_is_a_storage_of_its_own(self) -> None:
         """A checkpoint saves whole storages."""
         arena = HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB)

@@ -33,6 +33,15 @@ class TestLease:
         with pytest.raises(LeaseError, match="freed twice"):
             leases[2].free()
 
+    def test_no_extent_is_short_where_a_longer_one_can_give(self):
+        """One of less than 4 MiB copies slowly."""
+        pool = make_pool()
+        leases = [pool.lease(size * MIB) for size in (9, 1, 5, 1)]
+        leases[0].free()
+        leases[2].free()
+        assert sorted(one.nbytes for one in pool.lease(10 * MIB).extents) == [4 * MIB, 6 * MIB]
+
+
 class TestLimit:
     def test_exhausted(self):
         pool = make_pool(limit=32 * MIB)

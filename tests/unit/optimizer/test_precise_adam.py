@@ -199,5 +199,5 @@ def test_state_is_created_for_loading_one_parameter_at_a_time() -> None:
         assert stepper.state.is_in_host(param, "exp_avg")
         assert optimizer.state[param]["exp_avg"].float().eq(0).all()
     training.step(stepper.step, 4)
-    stepper.materialize()
+    stepper.materialize_for_load()
     assert are_equal(training.values(optimizer), train(LEAN, BF16, is_swapped=False))

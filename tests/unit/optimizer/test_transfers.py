@@ -77,3 +77,14 @@ def test_a_load_waits_for_the_last_offload_of_its_shards(setup: Setup) -> None:
     _, again = setup.load()
     setup.transfers.wait_for(setup.bucket)
     assert (again == 7).all()
+
+
+def test_after_synchronize_host_memory_holds_the_last_step(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup.device, "discard", lambda _: None)  # it poisons before the copy that compute awaits
+    move, values = setup.load()
+    setup.transfers.wait_for(setup.bucket)
+    values.fill_(7)
+    setup.device.compute = LazyStream("compute")
+    setup.transfers.offload([move], setup.bucket)
+    setup.transfers.synchronize()
+    assert (setup.in_host_memory() == 7).all()

@@ -66,6 +66,7 @@ class DecidedMachine:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
         self.planned = None
+        self.has_been_stable, self.num_steps_needed = False, 0
         self.steps: list[Step] = []
 
     def step_ended(self, step: Step, has_new_numbers: bool = False) -> Transition:
@@ -218,6 +219,17 @@ def test_a_plan_says_how_much_optimizer_state_is_offloaded(monkeypatch: pytest.M
     training.auto._parts = replace(training.parts, set_offload_fraction=asked.append)
     training.auto._apply_plan(Plan(model(8), None, None, None, (), offload_fraction=0.25))
     assert asked == [0.25]
+
+
+def test_training_that_ends_before_a_plan_is_chosen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    training.machine.num_steps_needed = 19
+    said = []
+    for training.machine.has_been_stable in (True, False):
+        training.lines.clear()
+        training.auto.finish()
+        said.append([*training.lines])
+    assert said == [[], ["training ended before a plan was chosen, which takes up to 19 steps"]]
 
 
 @pytest.mark.parametrize("full", ["save_plan", "save_profile"])

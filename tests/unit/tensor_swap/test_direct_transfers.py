@@ -45,6 +45,26 @@ def test_a_failed_offload(error: type[BaseException], device: LazyDevice, monkey
         assert torch.equal(a, b)
 
 
+def test_after_a_copy_that_fails_halfway_nothing_is_under_way(
+    device: LazyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def fails(stream: LazyStream, *_: object) -> None:
+        stream.enqueue(lambda: ran.append("the first piece"))
+        raise OSError
+
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+        a = tensor()
+        leave(swap, a)
+        device.compute = LazyStream("compute")
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "copy", fails)
+            with pytest.raises(OSError):
+                swap.resident(a)
+        assert ran == ["the first piece"], "before the memory of either side is used again"
+
+
 def test_copies_wait_for_the_callers_stream(device: LazyDevice) -> None:
     device.compute = LazyStream("compute")
     with TensorSwap(HOST_GIB, "cpu") as swap:

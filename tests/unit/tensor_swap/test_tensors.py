@@ -28,6 +28,10 @@ class TestOut:
         assert not swap.is_out(a)
         assert swap.stats.in_bytes == swap.stats.out_bytes == 1 << 16
 
+    def test_the_device_unless_one_is_named(self):
+        with TensorSwap(HOST_GIB) as swap:
+            assert swap.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
     def test_what_is_queued_leaves_in_its_order_and_now_comes_first(self, orderly: type[OrderlyQueue]):
         with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
             a, b, c, d = (tensor(seed=seed) for seed in range(4))
