@@ -7,7 +7,8 @@ that no comparison of attributes sees: globals, closures, iterators, custom kern
 
 Megatron's checkpoint computes the result again, so the result is compared. PyTorch's checkpoint stops a layer once it
 has all saved tensors. Then the saved tensors are compared from which no other is computed (``operators/compared.py``):
-a difference in any other tensor shows in them.
+a difference in any other tensor shows in them. What the rest of the layer computes, its result, is compared in the
+first backward, in which the layer also runs to its end.
 
 All tensors would take 2 % of a step. So each forward compares one layer in all its saved tensors, in turn, and one
 storage that is recomputed alone. A checkpoint may run its layer without gradients: in its turn the layer gets them,
@@ -221,6 +222,7 @@ class CheckedRun:
     contexts: Contexts
     context: RunContext = field(default_factory=RunContext.now)
     first: Prints | None = None
+    result: Prints | None = None  # of forward, if the first backward is to compare results beside saved tensors
     is_over: bool = False
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -233,6 +235,8 @@ class CheckedRun:
         if self.first is None:
             self.first = self._prints(is_exact=known.is_exact, is_loose=not (known.is_tried and known.is_exact))
             result = (self._printed_without_graph if self.sees_all else self._printed)(self.first, body)
+            if self.sees_saved and not known.is_tried and self.forked is not None:
+                self.result = self._printed_result(result)
             self.is_over = True
             known.saves_others |= self.num_saved is not None and len(self.first.kinds) != self.num_saved
             return result
@@ -258,13 +262,35 @@ class CheckedRun:
         )
 
     def _trial(self, forked: Callable[[], AbstractContextManager[None]], body: Callable[[], Any]) -> Prints:
-        """Run once more than needed: two runs in a backward show whether kernels are deterministic."""
+        """Run once more than needed: two runs in a backward show whether kernels are deterministic.
+
+        This run goes to the layer's end, so results are compared too. Waits for the device, this once.
+        """
         trial = self._prints(is_exact=True, is_loose=False)
         # Gradients are for who takes one in the layer's forward. The graph is gone before the second run begins.
         has_gradients = self.sees_saved or self.sees_all
         with forked(), self.contexts.untouched() if has_gradients else torch.no_grad():
-            self._printed(trial, body)
+            result = self._printed(trial, body)
+            if self.result is not None:
+                self._compare_results(self.result, self._printed_result(result))
         return trial
+
+    def _printed_result(self, result: Any) -> Prints:
+        prints = Prints(None, self.contexts.unwatched, is_exact=True, is_loose=True, has_workspaces=False)
+        _add_result(prints, result)
+        return prints
+
+    def _compare_results(self, first: Prints, again: Prints) -> None:
+        known = self.known
+        if first.kinds != again.kinds:
+            raise self._error("gave another result than")
+        if not _is_true(again.differ(first)):
+            return
+        is_rounded = (self.checks.may_vary or not known.is_exact) and not _is_true(again.are_far(first))
+        if not is_rounded:
+            raise self._error()
+        if known.is_exact:
+            self.checks.is_not_deterministic(known)
 
     def _again(self, first: Prints, trial: Prints | None, body: Callable[[], Any]) -> Any:
         again = self._prints(is_exact=first.is_exact, is_loose=first.is_loose)

@@ -161,6 +161,20 @@ def test_a_result_beside_the_result_is_refused() -> None:
 
 
 @KINDS
+def test_a_result_that_no_saved_tensor_holds(kind: dict[str, bool]) -> None:
+    class Scaled(Block):
+        """It runs on after the last tensor that it saves, from which a checkpoint needs nothing more."""
+
+        num_runs = itertools.count(1)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden) * (1 + 0.1 * next(self.num_runs))
+
+    with pytest.raises(RecomputedRunError, match="layer 0 ran again in backward and computed something else"):
+        Loop(Scaled(), **kind).step()
+
+
+@KINDS
 def test_a_layer_that_takes_a_gradient_in_its_own_forward(kind: dict[str, bool]) -> None:
     class Sloped(Block):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
