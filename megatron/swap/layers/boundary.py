@@ -34,6 +34,7 @@ class Runs(Protocol):
     errors: Callable[[], AbstractContextManager[None]]
 
     def begin(self, boundary: Boundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun | None: ...
+    def is_in_layer(self) -> bool: ...
     def is_idle(self) -> bool: ...
     def in_checkpoint(self, boundary: Boundary) -> None: ...
     def unhooked(self) -> None: ...
@@ -62,7 +63,7 @@ class Boundary(BoundsLayer):
         self._tables = [table for one in spec.module.modules() for table in (one._parameters, one._buffers)]
         self._weight_shapes = frozenset(one.shape for one in spec.module.parameters() if one.dim() > 1)
         self._reader = StateReader(spec.module, spec.attributes)
-        self._is_running = False
+        self.is_running = False
         self._own_forward = spec.module.forward
         self.makers = None
         if makes_operators:
@@ -83,22 +84,22 @@ class Boundary(BoundsLayer):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward."""
-        self._is_running = True
+        self.is_running = True
         try:
             if self.spec.autocast_cache:
                 return self._own_forward(*args, **kwargs)
             with _uncached():
                 return self._own_forward(*args, **kwargs)
         finally:
-            self._is_running = False
+            self.is_running = False
 
     # ------------------------------------------------------------------------ a forward
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         # `torch.compile` leaves the layer uncompiled. A layer that calls itself is one layer: inner calls have no
-        # boundary.
-        if self._is_running:
+        # boundary. Nor have other layers that it calls, where runs are planned one after another.
+        if self.is_running or self._runs.is_in_layer():
             return self._own_forward(*args, **kwargs)
         if are_hooks_off():
             if torch.is_grad_enabled():

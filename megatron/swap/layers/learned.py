@@ -76,6 +76,9 @@ class LearnedLayers(Layers):
         self.order.note_shape(run)
         return run
 
+    def is_in_layer(self) -> bool:
+        return any(one.is_running for one in self.boundaries)
+
     def is_idle(self) -> bool:
         return self.order.is_known and super().is_idle()
 

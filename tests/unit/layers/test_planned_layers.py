@@ -97,10 +97,25 @@ def recursive() -> nn.Sequential:
     return nn.Sequential(*(Recursive() for _ in range(4)))
 
 
+class Calling(Mlp):
+    """A layer that calls the one before it."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        before: list[nn.Module] = self.before  # type: ignore[assignment]
+        return super().forward(hidden + sum(one(hidden) for one in before))
+
+
+def calling() -> nn.Sequential:
+    model = nn.Sequential(*(Calling() for _ in range(4)))
+    for number, layer in enumerate(model):
+        layer.before = [*model[max(0, number - 1) : number]]
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "backward"),
-    [(lambda: nn.Sequential(*(Sloped() for _ in range(4))), None), (mlps, twice), (recursive, None)],
-    ids=["a gradient in forward", "two backwards", "calls itself"],
+    [(lambda: nn.Sequential(*(Sloped() for _ in range(4))), None), (mlps, twice), (recursive, None), (calling, None)],
+    ids=["a gradient in forward", "two backwards", "calls itself", "calls another"],
 )  # fmt: skip
 def test_layers_are_recomputed_as_often_as_backward_needs_them(make: Callable[[], nn.Module], backward: Any) -> None:
     torch.manual_seed(7)
