@@ -57,7 +57,6 @@ class Boundary(BoundsLayer):
         self.module = spec.module
         self._runs = runs
         self._saved_tensors = saved_tensors
-        self._names = SiteNames(spec.number, spec.module) if hooked else None
         self._alike = alike
         # Listed in each forward: FSDP2 exchanges parameters, and Megatron moves them after the model is built.
         self._tables = [table for one in spec.module.modules() for table in (one._parameters, one._buffers)]
@@ -68,7 +67,9 @@ class Boundary(BoundsLayer):
         self.makers = None
         if makes_operators:
             self.makers = Makers(saved_tensors, self.call, self.constants, is_possible=may_follow)
-        self._undo = [self._refuse_copies_of(spec.module), override_forward(spec.module, self._forward)]
+        self._undo = [override_forward(spec.module, self._forward)]  # before all that it would leave if it were refused
+        self._undo.append(self._refuse_copies_of(spec.module))
+        self._names = SiteNames(spec.number, spec.module) if hooked else None
 
     def remove(self) -> None:
         """Restore the layer's own forward."""

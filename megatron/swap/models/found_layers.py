@@ -48,6 +48,10 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
                 )
             if is_hooked(inner) or isinstance(getattr(inner.forward, "__self__", None), BoundsLayer):
                 raise UsageError(f"{what} is swapped already: close() the other swap.activations(...) first.")
+            if any(isinstance(one, nn.parameter.UninitializedParameter) for one in inner._parameters.values()):
+                raise UsageError(
+                    f"{what} has parameters without a shape yet ({type(inner).__name__}). Run the model once before."
+                )
             if isinstance(inner, torch.jit.ScriptModule) or is_compiled(inner):
                 raise UsageError(
                     f"{what} is compiled ({type(inner).__name__}), so its saved tensors are not visible one by one. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -38,22 +38,27 @@ def refuse_unplannable(model: Any) -> None:
             )
 
 
-def take_over(model: nn.Module) -> list[tuple[list[Callable[[], None]], str]]:
-    """Switch off what would work against the planner in a transformers model. Return how to undo each, and a line."""
-    found = []
+def take_over(model: nn.Module) -> Iterator[tuple[list[Callable[[], None]], str | None]]:
+    """Switch off what would work against the planner in a transformers model. Yield how to undo each, and a line."""
     modules = list(model.modules())
     checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False) is True]
-    if checkpointing:
-        undo = [_switch_off(module, "gradient_checkpointing") for module in checkpointing]
-        found.append((undo, "the model's gradient checkpointing is off until close(): the planner decides instead"))
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
-    if caching:
-        undo = [_switch_off(config, "use_cache") for config in caching]
-        found.append((undo, "the model's use_cache is off until close(): a cache would hold keys and values"))
-    return found
+    for owners, name, line in (
+        (checkpointing, "gradient_checkpointing",
+         "the model's gradient checkpointing is off until close(): the planner decides instead"),
+        (caching, "use_cache", "the model's use_cache is off until close(): a cache would hold keys and values"),
+    ):  # fmt: skip
+        for number, owner in enumerate(owners):
+            yield [_switch_off(owner, name)], None if number else line
 
 
 def _switch_off(owner: Any, name: str) -> Callable[[], None]:
-    setattr(owner, name, False)
+    try:
+        setattr(owner, name, False)
+    except (AttributeError, TypeError) as error:  # a frozen dataclass
+        raise UsageError(
+            f"{type(owner).__name__}.{name} is on, works against a budget and cannot be changed ({error}). Set it to "
+            "False where it is made."
+        ) from error
     return lambda: setattr(owner, name, True)

@@ -159,9 +159,10 @@ class Run(NotCopied):
                     stack.enter_context(self.parts.layers.around(chunk))
                 return inner(*args, **kwargs)
 
+        restore = override_forward(chunk, forward)  # before the hooks, which would stay if it were refused
         # Before all other hooks: the step that is over must have ended when they see the next one.
         before = chunk.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
-        return [before.remove, chunk.register_forward_hook(ends).remove, override_forward(chunk, forward)]
+        return [before.remove, chunk.register_forward_hook(ends).remove, restore]
 
     def _build(self) -> Parts:
         settings, planned, device = self.settings, self.planned, self.run_device.device

@@ -1,6 +1,7 @@
 """``swap.train``: one call for models of PyTorch and of Megatron."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -52,6 +53,36 @@ def test_hints_name_the_layers(settings: dict[str, Any]) -> None:
 def untouched(model: nn.Module) -> None:
     assert not any({"forward", "__reduce_ex__"} & set(vars(module)) for module in model.modules())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_what_cannot_be_changed_is_refused_and_nothing_else_was() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        use_cache: bool = True
+
+    model = mlps()
+    model.gradient_checkpointing, model.config = True, Config()
+    with pytest.raises(UsageError, match=r"Config\.use_cache is on, .* cannot be changed .* Set it to False"):
+        swap.train(model, memory_gib=1.0)
+    assert model.gradient_checkpointing
+    untouched(model)
+    model = nn.Sequential(Mlp(), nn.Sequential(nn.ReLU(), nn.LazyLinear(model[0].up.in_features)), Mlp())
+    with pytest.raises(UsageError, match=r"layer 1 of Sequential .*\(LazyLinear\)\. Run the model once before\."):
+        swap.train(model, layers="all")
+    model(torch.ones(4, model[0].up.in_features))
+    untouched(model)
+
+    class Final(nn.Sequential):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "forward":
+                raise TypeError("final")
+            super().__setattr__(name, value)
+
+    inside, outside = nn.Sequential(Mlp(), Final(Mlp()), Mlp(), Mlp()), Final(*mlps())
+    for settings, model in (({"layers": "all"}, inside), ({"memory_gib": 1.0}, outside)):
+        with pytest.raises(TypeError, match="final"):
+            swap.train(model, **settings, **QUIET)
+        untouched(model)
 
 
 def test_a_failure_while_it_begins_leaves_the_model_as_it_was() -> None:
