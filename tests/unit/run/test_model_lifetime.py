@@ -65,5 +65,5 @@ def test_a_model_that_is_deleted_without_close_is_freed(how: str, monkeypatch: p
     gc.collect()
     assert [reference() for reference in (*held, *regions) if reference() is not None] == []
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert not thread.is_alive()
