@@ -13,7 +13,8 @@ The public names are loaded when they are first asked for: the planner runs on m
 ``TensorSwap``          tensor by tensor
 ``stash``               what an autograd function keeps on its context, as saved tensors
 ``Policy``              base of policies, which ``train`` takes in place of layer numbers
-``SwapError``           base of the errors that this package raises on purpose
+``SwapError``           base of the errors that this package raises on purpose: ``UsageError``, ``Infeasible``,
+                        ``HostMemoryError``, ``DiskError``, ``VerifyError``
 ======================  =====================================================================================
 
 ``BuiltSwap``, ``SwappedActivations`` and ``PlannedActivations`` are older names of ``Run``, ``BuiltStats`` and
@@ -26,9 +27,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.swap.common.types import SwapError
+    from megatron.swap.common.plan import Infeasible
+    from megatron.swap.common.types import SwapError, UsageError
+    from megatron.swap.engine.checksum import VerifyError
     from megatron.swap.engine.policy import Policy
     from megatron.swap.engine.stash import Stash, stash
+    from megatron.swap.memory.disk_file import DiskError
+    from megatron.swap.memory.host_memory import HostMemoryError
     from megatron.swap.params.module_weights import WeightStats, WeightSwap, weights
     from megatron.swap.run.install import install
     from megatron.swap.run.run import Run
@@ -45,15 +50,18 @@ if TYPE_CHECKING:
     from megatron.swap.trainer.session import SwapSession
 
 __all__ = [
-    "BuiltStats", "BuiltSwap", "PlannedActivations", "Policy", "Run", "Stash", "Stats", "SwapError", "SwapSession",
-    "SwapStats", "SwappedActivations", "TensorStats", "TensorSwap", "WeightStats", "WeightSwap", "activations",
-    "add_swap_args", "install", "pretrain", "stash", "train", "weights",
+    "BuiltStats", "BuiltSwap", "DiskError", "HostMemoryError", "Infeasible", "PlannedActivations", "Policy",
+    "Run", "Stash", "Stats", "SwapError", "SwapSession", "SwapStats", "SwappedActivations", "TensorStats",
+    "TensorSwap", "UsageError", "VerifyError", "WeightStats", "WeightSwap", "activations", "add_swap_args", "install",
+    "pretrain", "stash", "train", "weights",
 ]  # fmt: skip
 
 _MODULES = {
-    "Policy": "engine.policy", "Run": "run.run", "Stash": "engine.stash", "Stats": "run.stats",
-    "SwapError": "common.types", "SwapSession": "trainer.session", "TensorStats": "tensor_swap.swap",
-    "TensorSwap": "tensor_swap.swap", "WeightStats": "params.module_weights", "WeightSwap": "params.module_weights",
+    "DiskError": "memory.disk_file", "HostMemoryError": "memory.host_memory", "Infeasible": "common.plan",
+    "Policy": "engine.policy", "Run": "run.run", "Stash": "engine.stash",
+    "Stats": "run.stats", "SwapError": "common.types", "SwapSession": "trainer.session",
+    "TensorStats": "tensor_swap.swap", "TensorSwap": "tensor_swap.swap", "UsageError": "common.types",
+    "VerifyError": "engine.checksum", "WeightStats": "params.module_weights", "WeightSwap": "params.module_weights",
     "activations": "run.train", "add_swap_args": "trainer.command_line", "install": "run.install",
     "pretrain": "trainer.pretraining", "stash": "engine.stash", "train": "run.train",
     "weights": "params.module_weights",

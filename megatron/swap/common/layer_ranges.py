@@ -21,7 +21,7 @@ def parse_ranges(text: str, where: str, syntax: str, num_layers: int = MOST_LAYE
             raise UsageError(f"{where}: the range {part.strip()!r} runs backwards. Write {last}-{first}.")
         if last >= num_layers:  # before the range is built: it may be huge
             beyond, allowed = max(first, num_layers), f"0 to {num_layers - 1}"
-            raise UsageError(f"{where}: layer {beyond} is out of range, allowed are {allowed}. Write {syntax}.")
+            raise UsageError(f"{where}: layer {beyond} is out of range, allowed are {allowed}.")
         layers.update(range(first, last + 1))
     return frozenset(layers)
 

@@ -34,8 +34,8 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     name = type(model).__name__
     if not found:
         raise UsageError(
-            f"no layers were found in {name}: it has no nn.ModuleList and no nn.Sequential with modules in it. Pass "
-            "the layers themselves, in the order of forward: swap.activations([model.block1, model.block2])."
+            f"no layers were found in {name}: it has no nn.ModuleList and no nn.Sequential with modules in it. Name "
+            "the layers in the order of forward: hints=[model.block1, model.block2]."
         )
     numbers = {layer: number for number, layer in enumerate(found)}
     for number, layer in enumerate(found):
@@ -47,7 +47,7 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
                     "other. Pass one of both."
                 )
             if is_hooked(inner) or isinstance(getattr(inner.forward, "__self__", None), BoundsLayer):
-                raise UsageError(f"{what} is swapped already: close() the other swap.activations(...) first.")
+                raise UsageError(f"{what} is swapped already: close() the other run first.")
             if any(isinstance(one, nn.parameter.UninitializedParameter) for one in inner._parameters.values()):
                 raise UsageError(
                     f"{what} has parameters without a shape yet ({type(inner).__name__}). Run the model once before."
@@ -68,8 +68,8 @@ def _given(layers: Iterable[nn.Module]) -> list[nn.Module]:
     for layer in found:
         if not isinstance(layer, nn.Module) or isinstance(layer, nn.ModuleList | nn.ModuleDict):
             raise UsageError(
-                f"swap.activations was given {type(layer).__name__} as a layer: it must be an nn.Module with a "
-                "forward. Pass a model, or its layers as a list of modules."
+                f"{type(layer).__name__} is given as a layer: it must be an nn.Module with a forward. Pass a "
+                "model first, or its layers as a list of modules."
             )
     return found
 

@@ -103,7 +103,10 @@ def host_share(
     if settings.offload_fraction and has_disk:
         state_buffers_bytes = staging_bytes(bucket_bytes_before_disk(share.optimizer_bytes))
     state_room_bytes = share.optimizer_bytes * (STATE_HOST_FRACTION if settings.plans_optimizer else 1)
-    if buffers_bytes >= limit_bytes or state_buffers_bytes > state_room_bytes or limit_bytes < PAGE_BYTES:
+    if limit_bytes < PAGE_BYTES:
+        raise HostMemoryError(f"less than {PAGE_BYTES} bytes of host memory may be reserved ({limited_by}): raise "
+                              "--swap-host-gib.")  # fmt: skip
+    if buffers_bytes >= limit_bytes or state_buffers_bytes > state_room_bytes:
         raise HostMemoryError(
             f"{format_bytes(limit_bytes)} of host memory may be reserved ({limited_by}), and the buffers between the "
             f"GPU and --swap-disk-dir take {format_bytes(buffers_bytes + state_buffers_bytes)}: raise --swap-host-gib."

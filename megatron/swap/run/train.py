@@ -43,7 +43,7 @@ def train(
     plan: str | None = None,
     optimizer_state: float | str | None = None,
     weights: str | None = None,
-    hints: ModelHints | None = None,
+    hints: ModelHints | Sequence[nn.Module] | None = None,
     log: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> Run:
@@ -68,8 +68,8 @@ def train(
         plan: a plan file, for a Megatron model.
         optimizer_state: fraction of the state of Megatron's optimizer that is offloaded, or ``auto`` with a budget.
         weights: layers whose frozen weights are offloaded, too, written as ``layers``. Not for a Megatron model.
-        hints: for a model whose layers are not the children of its ``nn.ModuleList``s and ``nn.Sequential``s:
-            ``ModelHints(model, layers)``.
+        hints: the layers, in the order of forward, of a model where they are not the children of ``nn.ModuleList``s
+            and ``nn.Sequential``s; or a ``ModelHints``, which says more.
         log: takes each line that is printed; by default the logger ``megatron.swap``.
         settings: more of the ``--swap-`` flags, without the prefix and with underscores: ``min_mib=0.1``.
 
@@ -96,8 +96,11 @@ def train(
         if name in OF_MEGATRON and value is not None:
             raise UsageError(f"{name}={value!r} is for Megatron models, and this is another one. Leave it out.")
     if not (parsed.acts or policy or weights or layers):
-        raise UsageError("nothing is to be swapped. Give memory_gib, layers or weights.")
-    return _swapped(model, optimizer, policy, parsed, console, weights=weights, hints=hints)
+        raise UsageError(
+            "nothing is to be swapped. Give memory_gib=60 (most GiB of the GPU), layers='0-9' (or 'all') or weights."
+        )
+    checked = None if hints is None else _checked(hints, model)
+    return _swapped(model, optimizer, policy, parsed, console, weights=weights, hints=checked)
 
 
 @ACTIVATIONS.errors()
@@ -188,7 +191,7 @@ def _swapped(
     """Return a run of a model that is not Megatron's. Arguments as for ``train`` and ``activations``."""
     if not settings.auto and (settings.save_plan is not None or settings.save_profile is not None):
         raise UsageError("save_plan and save_profile write what the planner finds: give memory_gib too.")
-    found = layers_of(model) if hints is None else _hinted(hints, model)
+    found = layers_of(model) if hints is None else list(hints.layers)
     if settings.auto:
         refuse_unplannable(model)
     elif settings.swaps_layers or policy is not None or not (weights or settings.oom_guard):
@@ -217,17 +220,19 @@ def _swapped(
     return run.begin(optimizer)
 
 
-def _hinted(hints: ModelHints, model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the layers that ``hints`` name, once they are known to be the model's."""
+def _checked(hints: Any, model: nn.Module | Iterable[nn.Module]) -> ModelHints:
+    """Return ``hints``, or those for a list of layers, once the layers are known to be the model's."""
+    if isinstance(hints, list | tuple) and isinstance(model, nn.Module):
+        hints = ModelHints(model, hints)
     if not isinstance(hints, ModelHints):
-        raise UsageError(f"hints={hints!r}: must be a ModelHints, such as ModelHints(model, layers).")
+        raise UsageError(f"hints={hints!r}: must be a list of the model's layers, or a ModelHints.")
     found = layers_of(hints.layers)
     if not isinstance(model, nn.Module) or hints.chunks != [model] or len(found) != len(hints.layers):
-        raise UsageError("hints= must be made for this model, with each layer once: ModelHints(model, layers).")
+        raise UsageError("hints= must be made for this model, with each layer once: hints=[model.block1, …].")
     mine = set(model.modules())
     if any(layer not in mine for layer in found):
         raise UsageError("hints= name a layer that is no module of this model.")
-    return found
+    return hints
 
 
 def _offloaded(

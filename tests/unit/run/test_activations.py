@@ -183,8 +183,8 @@ def refused() -> dict[str, tuple[Callable[[], Any], str]]:
     compiled[1].compile()
     return {
         "no stack": (lambda: swap.activations(Mlp()), "no layers were found in Mlp"),
-        "no module": (lambda: swap.activations([model[0], 3]), "given int as a layer"),  # type: ignore[list-item]
-        "a list of stacks": (lambda: swap.activations([nn.ModuleList([Mlp()])]), "given ModuleList as a layer"),
+        "no module": (lambda: swap.activations([model[0], 3]), "int is given as a layer"),  # type: ignore[list-item]
+        "a list of stacks": (lambda: swap.activations([nn.ModuleList([Mlp()])]), "ModuleList is given as a layer"),
         "beyond": (lambda: swap.activations(model, "0-3"), "layer 3 is out of range"),
         "none": (lambda: swap.activations(model, "none"), "none of the 3 layers"),
         "a number": (lambda: swap.activations(model, 3), "given 3 as layers"),  # type: ignore[arg-type]
