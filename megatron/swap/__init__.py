@@ -13,8 +13,7 @@ The public names are loaded when they are first asked for: the planner runs on m
 ``TensorSwap``          tensor by tensor
 ``stash``               what an autograd function keeps on its context, as saved tensors
 ``Policy``              base of policies, which ``train`` takes in place of layer numbers
-``SwapError``           base of the errors that this package raises on purpose: ``UsageError``, ``Infeasible``,
-                        ``HostMemoryError``, ``DiskError``, ``VerifyError``
+``SwapError``           base of ``UsageError``, ``Infeasible``, ``HostMemoryError``, ``DiskError``, ``VerifyError``
 ======================  =====================================================================================
 
 ``BuiltSwap``, ``SwappedActivations`` and ``PlannedActivations`` are older names of ``Run``, ``BuiltStats`` and

@@ -79,7 +79,7 @@ def test_what_is_in_the_wheel(installed: Installed) -> None:
         for folder in (packages, packages / "patches")  # rglob does not follow the link
         for path in folder.rglob("*")
         if path.suffix in (".py", ".cpp", ".h")
-    } | {"megatron/swap/forecast/training_flags.txt"}
+    } | {"megatron/swap/forecast/training_flags.txt", "megatron/swap/py.typed"}
     assert any(name.endswith("bindings.cpp") for name in sources)
     assert any(name.endswith("operator.h") for name in sources)
     assert {name for name in names if ".dist-info/" not in name} == sources

@@ -1,4 +1,4 @@
-"""Checks whether this Python can train with Megatron Swap, and says what to install.
+"""Checks whether this Python can train with Megatron Swap, Megatron's models or any, and says what to install.
 
 It runs as `megatron-swap doctor` and, through tools/check_environment.py, without an installed package. So it imports
 nothing of this package, nothing heavy at the top, and parses under older Pythons.
@@ -15,14 +15,11 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-REQUIRED = ("torch", "numpy", "scipy", "megatron.core", "megatron.training", "megatron.swap")
+REQUIRED = ("torch", "numpy", "scipy", "psutil", "megatron.swap")
+FOR_MEGATRON = ("megatron.core", "megatron.training")
 FOR_TESTS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "grimp", "ruff", "mypy")
-OPTIONAL = {
-    "psutil": "megatron-core cannot write torch_dist checkpoints",
-    "tensorboard": "no TensorBoard scalars",
-}
-"""Packages that training can run without, and the effect of their absence."""
 EXTRAS = {
+    "megatron": {"megatron.core": "no Megatron models", "tensorboard": "no TensorBoard scalars"},
     "measure": {
         "rich": "no tools/preprocess_data.py",
         "matplotlib": "no pictures of plans and benchmarks, no tools/report.py",
@@ -34,8 +31,7 @@ EXTRAS = {
 # ``VERSIONS`` of ``patches/registry.py``: the patches fit their sources, and tests train with each.
 TESTED_MEGATRON_CORE = ("0.18.2", "0.19.0", "0.19.2")
 BUILT_ONLY_MEGATRON_CORE = ("0.16.1", "0.17.1")  # ``BUILT_ONLY`` of ``patches/registry.py``
-# Packages of REQUIRED, as pip names them.
-DISTRIBUTIONS = ("torch", "numpy", "scipy", f"megatron-core=={TESTED_MEGATRON_CORE[-1]}")
+DISTRIBUTIONS = ("torch", "numpy", "scipy", "psutil", f"megatron-core=={TESTED_MEGATRON_CORE[-1]}")  # for pip
 # The checkout's root, or a folder without requirements files if the package is installed.
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,34 +42,26 @@ def main(arguments: list[str] | None = None) -> int:
         prog="megatron-swap doctor", description="Check whether this Python can train with Megatron Swap."
     )
     parser.add_argument(
-        "what", nargs="?", choices=["run", "dev"], default="run", help="dev: check test packages too (default: run)"
-    )
+        "what", nargs="?", choices=["any", "run", "dev"], default="any",
+        help="any: PyTorch models (default); run: Megatron models too; dev: test packages, too",
+    )  # fmt: skip
     what = parser.parse_args(arguments).what
     # With a CUDA toolkit but no GPU, torch warns when it is first imported.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    if sys.version_info < (3, 12):
-        say(f"error: {sys.executable} is Python {sys.version.split()[0]}; 3.12 or newer is needed")
+    oldest = 10 if what == "any" else 12
+    if sys.version_info < (3, oldest):
+        say(f"error: {sys.executable} is Python {sys.version.split()[0]}; 3.{oldest} or newer is needed")
         return 1
-    needed = REQUIRED + (FOR_TESTS if what == "dev" else ())
+    needed = REQUIRED + (FOR_MEGATRON if what != "any" else ()) + (FOR_TESTS if what == "dev" else ())
     problems = {name: problem for name in needed if (problem := find_problem(name)) is not None}
     report_optional()
     if problems:
         report_problems(problems, what)
         return 1
     report_native()
-    kernel = report_kernel()
-    try:
-        found = version("megatron-core")
-    except PackageNotFoundError:
-        found = "a source checkout"
-    if found in BUILT_ONLY_MEGATRON_CORE:
-        oldest = TESTED_MEGATRON_CORE[0]
-        note(f"megatron-core is {found}: swap.install works; Megatron's trainer needs {oldest} or newer")
-    elif found not in TESTED_MEGATRON_CORE:
-        note(f"megatron-core is {found}; tested: {', '.join(TESTED_MEGATRON_CORE)}")
     print(f"{sys.executable} can train with {Path(sys.modules['megatron.swap'].__file__ or '').parent}")
-    if kernel is not None:
-        print(f"--gradient-accumulation-fusion (Megatron's default) uses the kernel of {kernel}")
+    if not is_missing("megatron.core"):
+        report_megatron()
     return 0
 
 
@@ -89,20 +77,19 @@ def find_problem(name: str) -> str | None:
 
 
 def is_missing(name: str) -> bool:
-    """Whether no top-level module `name` is found. It is not imported."""
-    return importlib.util.find_spec(name) is None
+    """Whether no module `name` is found. Only packages above it are imported."""
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # a package above it
+        return True
 
 
 def report_optional() -> None:
-    """Print a note for each missing optional package and for each incomplete extra."""
-    for name, effect in OPTIONAL.items():
-        if is_missing(name):
-            note(f"{name} is not in this environment: {effect}")
+    """Print a note for each incomplete extra."""
     for extra, packages in EXTRAS.items():
         missing = {name: effect for name, effect in packages.items() if is_missing(name)}
         if missing:
-            effects = "; ".join(sorted(set(missing.values())))
-            note(f"extra {extra} is not complete, {', '.join(missing)} missing: {effects}")
+            note(f"extra {extra} lacks {', '.join(missing)}: {'; '.join(sorted(set(missing.values())))}")
 
 
 def report_native() -> None:
@@ -116,13 +103,23 @@ def report_native() -> None:
         )
 
 
-def report_kernel() -> str | None:
-    """Return whose kernel will add weight gradients to ``main_grad``; print a note if there is none."""
+def report_megatron() -> None:
+    """Print whether the version of Megatron is tested, and whose kernel will add weight gradients to ``main_grad``."""
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        found = "a source checkout"
+    if found in BUILT_ONLY_MEGATRON_CORE:
+        oldest = TESTED_MEGATRON_CORE[0]
+        note(f"megatron-core is {found}: swap.train works; Megatron's trainer needs {oldest} or newer")
+    elif found not in TESTED_MEGATRON_CORE:
+        note(f"megatron-core is {found}; tested: {', '.join(TESTED_MEGATRON_CORE)}")
     weight_gradients = importlib.import_module("megatron.swap.megatron_lm.weight_gradients")
-    name: str | None = weight_gradients.kernel_name()
-    if name is None:
+    kernel: str | None = weight_gradients.kernel_name()
+    if kernel is None:
         note(weight_gradients.lacks_kernel())
-    return name
+    else:
+        print(f"--gradient-accumulation-fusion (Megatron's default) uses the kernel of {kernel}")
 
 
 def report_problems(problems: dict[str, str], what: str) -> None:
@@ -140,7 +137,7 @@ def report_problems(problems: dict[str, str], what: str) -> None:
         command = f"{sys.executable} -m pip install {' '.join(f'-r {path}' for path in files)}"
         say(f"Install them there ({command}), or leave MEGATRON_SWAP_PYTHON unset: then a .venv is made for you.")
     else:
-        say(f"Install them there: {sys.executable} -m pip install {' '.join(DISTRIBUTIONS)}")
+        say(f"Install them there: {sys.executable} -m pip install {' '.join(DISTRIBUTIONS[: 4 + (what != 'any')])}")
 
 
 def hidden_namespace() -> str | None:

@@ -6,12 +6,11 @@ they go to standard error, where logging alone would print warnings only.
 
 import logging
 import sys
-from typing import TextIO
 
 logger = logging.getLogger("megatron.swap")
 
 
-class _StandardError(logging.StreamHandler[TextIO]):
+class _StandardError(logging.StreamHandler):  # Python 3.10 takes no type of stream
     """Prints the lines that no other handler gets."""
 
     def __init__(self) -> None:

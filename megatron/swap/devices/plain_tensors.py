@@ -8,6 +8,7 @@ import torch
 
 # Subclasses may hold other tensors, and compute something different.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+has_names = getattr(torch.Tensor, "has_names", lambda _: False)  # later versions of PyTorch know no names
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -16,7 +17,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     Subclasses are not plain. Neither are sparse, nested, quantized, named, MKL-DNN's, inference and zero tensors, nor
     tensors inside a transform of ``torch.func``: their storage has no address.
     """
-    if type(tensor) not in PLAIN or tensor.is_nested or tensor.is_quantized or tensor.has_names():
+    if type(tensor) not in PLAIN or tensor.is_nested or tensor.is_quantized or has_names(tensor):
         return False
     try:  # every saved tensor passes here, so no attribute is read that another attribute implies
         has_address = tensor._version >= 0 and tensor.data_ptr() != 0

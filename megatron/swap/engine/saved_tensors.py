@@ -12,7 +12,7 @@ import torch
 
 from megatron.swap.common.site_paths import LOSS_PATH, MODEL_PATH
 from megatron.swap.common.types import Action, Site
-from megatron.swap.devices.plain_tensors import PLAIN, addresses_of
+from megatron.swap.devices.plain_tensors import PLAIN, addresses_of, has_names
 from megatron.swap.engine.decider import is_ineligible
 from megatron.swap.engine.decision import CACHE, RECOMPUTE
 from megatron.swap.engine.function_transforms import in_transform
@@ -295,7 +295,7 @@ class LayerPacker:
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``, which autograd saves."""
         if is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants:
-            self._saved_tensors.must_run_once |= tensor.is_nested or tensor.has_names()
+            self._saved_tensors.must_run_once |= tensor.is_nested or has_names(tensor)
             return keep(tensor)
         found = self._where()
         return keep(tensor) if found is None else self.pack_at(tensor, *found)

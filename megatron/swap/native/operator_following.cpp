@@ -3,7 +3,11 @@
 // A mode takes the host 5 us for each operator, most of it to make Python objects of arguments, and torch runs other
 // operators while one is active. Here they pass the fallback of a dispatch key that lies directly above that of modes,
 // and that torch leaves to extensions (`Fake`). Of a run whose operators are known, Python sees the wanted ones alone.
+#if __has_include(<ATen/core/NamedTensor.h>)  // torch 2.14 knows no names
 #include <ATen/core/NamedTensor.h>
+#else
+namespace at { struct NoNamesGuard { ~NoNamesGuard() {} }; }
+#endif
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>

@@ -227,11 +227,9 @@ def _checked(hints: Any, model: nn.Module | Iterable[nn.Module]) -> ModelHints:
     if not isinstance(hints, ModelHints):
         raise UsageError(f"hints={hints!r}: must be a list of the model's layers, or a ModelHints.")
     found = layers_of(hints.layers)
-    if not isinstance(model, nn.Module) or hints.chunks != [model] or len(found) != len(hints.layers):
-        raise UsageError("hints= must be made for this model, with each layer once: hints=[model.block1, …].")
-    mine = set(model.modules())
-    if any(layer not in mine for layer in found):
-        raise UsageError("hints= name a layer that is no module of this model.")
+    mine = set(model.modules()) if isinstance(model, nn.Module) else set()
+    if hints.chunks != [model] or len(found) != len(hints.layers) or not mine.issuperset(found):
+        raise UsageError("hints= must be made for this model, with each layer once, as a module of the model.")
     return hints
 
 
