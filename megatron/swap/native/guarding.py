@@ -49,8 +49,8 @@ def new_guard(*cuda: object) -> GuardCore:
     """Make a core, with the arguments of ``cuda_guard`` for CUDA, or raise a ``UsageError``: no C++, or a second."""
     if native().is_any_guard_in_force():
         raise UsageError(
-            "an out-of-memory guard is at work in this process already (--swap-oom-guard), and there can be one at a "
-            "time. Close what opened it first, or open this one without."
+            "an out-of-memory guard is at work in this process already, of another run with a budget or with "
+            "--swap-oom-guard, and there can be one at a time. Close that run first, or begin this one without."
         )
     return native().Guard(0, *cuda)
 
