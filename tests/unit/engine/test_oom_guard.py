@@ -189,7 +189,7 @@ def test_one_guard_at_a_time() -> None:
     """A second guard would take over allocations from the first, and when it closes no guard would be left."""
     first, second = stack(2), stack(2)
     with Engine(first, swapped=(), guarded=True):
-        with pytest.raises(UsageError, match=r"one at a time\. Close what opened it first"):
+        with pytest.raises(UsageError, match=r"one at a time\. Close that run first"):
             Engine(second, guarded=True).__enter__()
         with Engine(second):
             train_step(second, PIPELINE)
