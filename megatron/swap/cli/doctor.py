@@ -15,23 +15,25 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-REQUIRED = ("torch", "numpy", "scipy", "psutil", "megatron.swap")
+REQUIRED = ("torch", "numpy", "scipy", "megatron.swap")
 FOR_MEGATRON = ("megatron.core", "megatron.training")
 FOR_TESTS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "grimp", "ruff", "mypy")
 EXTRAS = {
-    "megatron": {"megatron.core": "no Megatron models", "tensorboard": "no TensorBoard scalars"},
+    "megatron": {
+        "megatron.core": "no Megatron models", "tensorboard": "no TensorBoard scalars",
+        "psutil": "megatron-core cannot write torch_dist checkpoints",
+    },
     "measure": {
-        "rich": "no tools/preprocess_data.py",
+        "rich": "no tools/preprocess_data.py", "jinja2": "no tools/report.py",
         "matplotlib": "no pictures of plans and benchmarks, no tools/report.py",
-        "jinja2": "no tools/report.py",
     },
     "te": {"transformer_engine": "no TransformerEngine layers; the local implementation is slower"},
-}
+}  # fmt: skip
 """Packages of each extra in pyproject.toml, and the effect of their absence."""
 # ``VERSIONS`` of ``patches/registry.py``: the patches fit their sources, and tests train with each.
 TESTED_MEGATRON_CORE = ("0.18.2", "0.19.0", "0.19.2")
 BUILT_ONLY_MEGATRON_CORE = ("0.16.1", "0.17.1")  # ``BUILT_ONLY`` of ``patches/registry.py``
-DISTRIBUTIONS = ("torch", "numpy", "scipy", "psutil", f"megatron-core=={TESTED_MEGATRON_CORE[-1]}")  # for pip
+DISTRIBUTIONS = "torch numpy scipy"  # of REQUIRED, as pip names them
 # The checkout's root, or a folder without requirements files if the package is installed.
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -137,7 +139,8 @@ def report_problems(problems: dict[str, str], what: str) -> None:
         command = f"{sys.executable} -m pip install {' '.join(f'-r {path}' for path in files)}"
         say(f"Install them there ({command}), or leave MEGATRON_SWAP_PYTHON unset: then a .venv is made for you.")
     else:
-        say(f"Install them there: {sys.executable} -m pip install {' '.join(DISTRIBUTIONS[: 4 + (what != 'any')])}")
+        more = "" if what == "any" else f" megatron-core=={TESTED_MEGATRON_CORE[-1]}"
+        say(f"Install them there: {sys.executable} -m pip install {DISTRIBUTIONS}{more}")
 
 
 def hidden_namespace() -> str | None:

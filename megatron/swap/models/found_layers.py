@@ -35,7 +35,7 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     if not found:
         raise UsageError(
             f"no layers were found in {name}: it has no nn.ModuleList and no nn.Sequential with modules in it. Name "
-            "the layers in the order of forward: hints=[model.block1, model.block2]."
+            "the layers in the order of forward: swap.train(model, hints=[model.block1, model.block2], …)."
         )
     numbers = {layer: number for number, layer in enumerate(found)}
     for number, layer in enumerate(found):

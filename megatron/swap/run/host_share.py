@@ -104,8 +104,7 @@ def host_share(
         state_buffers_bytes = staging_bytes(bucket_bytes_before_disk(share.optimizer_bytes))
     state_room_bytes = share.optimizer_bytes * (STATE_HOST_FRACTION if settings.plans_optimizer else 1)
     if limit_bytes < PAGE_BYTES:
-        raise HostMemoryError(f"less than {PAGE_BYTES} bytes of host memory may be reserved ({limited_by}): raise "
-                              "--swap-host-gib.")  # fmt: skip
+        raise HostMemoryError(f"less than a page of host memory may be reserved ({limited_by}): raise --swap-host-gib.")
     if buffers_bytes >= limit_bytes or state_buffers_bytes > state_room_bytes:
         raise HostMemoryError(
             f"{format_bytes(limit_bytes)} of host memory may be reserved ({limited_by}), and the buffers between the "

@@ -96,9 +96,7 @@ def train(
         if name in OF_MEGATRON and value is not None:
             raise UsageError(f"{name}={value!r} is for Megatron models, and this is another one. Leave it out.")
     if not (parsed.acts or policy or weights or layers):
-        raise UsageError(
-            "nothing is to be swapped. Give memory_gib=60 (most GiB of the GPU), layers='0-9' (or 'all') or weights."
-        )
+        raise UsageError("nothing is to be swapped. Give memory_gib=60 (GiB), layers='0-9' (or 'all') or weights.")
     checked = None if hints is None else _checked(hints, model)
     return _swapped(model, optimizer, policy, parsed, console, weights=weights, hints=checked)
 

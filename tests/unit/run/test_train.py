@@ -37,7 +37,7 @@ def test_hints_name_the_layers(settings: dict[str, Any]) -> None:
     torch.manual_seed(7)
     model = InADict()
     plain = train(copy.deepcopy(model), num_steps=3)
-    with pytest.raises(UsageError, match=r"no layers were found in InADict.*hints=\[model.block1"):
+    with pytest.raises(UsageError, match=r"no layers were found in InADict.*swap.train\(model, hints=\[model.block1"):
         swap.train(model, **settings)
     layers = list(model.blocks.values())
     hints = layers if "layers" in settings else ModelHints(model, layers)
@@ -121,6 +121,9 @@ def test_frozen_weights_are_offloaded_beside_activations() -> None:
     ("settings", "said"),
     [
         ({}, r"nothing is to be swapped. Give memory_gib=60 .*, layers=.0-9. .* or weights"),
+        ({"layers": "all", "host_gib": 1e-9}, "less than a page of host memory may be reserved"),
+        ({"layers": "all", "hints": 3}, "hints=3: must be a list of the model's layers, or a ModelHints"),
+        ({"layers": "all", "hints": [nn.Linear(2, 2)]}, "hints= must be made for this model"),
         ({"layers": "none"}, "none of the 6 layers would be swapped"),
         ({"layers": "all", "modules": ("mlp",)}, r"modules=\('mlp',\) is for Megatron models"),
         ({"memory_gib": 1.0, "layers": "0-3"}, "memory_gib="),
@@ -134,7 +137,7 @@ def test_frozen_weights_are_offloaded_beside_activations() -> None:
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], said: str) -> None:
     model = mlps()
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(swap.SwapError, match=said):
         swap.train(model, **settings)
     untouched(model)
 
